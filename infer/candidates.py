@@ -1,0 +1,125 @@
+"""Draft logits -> tokens on a tree: over a static tree, or over the per-step beam tree."""
+
+# B batch, K heads, V vocabulary, N tree nodes including the root, W beam width
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infer.tree import Tree, ancestors_from_parents
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens on a tree, ready to be verified in one forward.
+
+    tokens_BN: node 0 is the root, the token the base model has already chosen; parents_BN: index of
+    each node's parent, the root's its own; depths_BN; ancestors_BNN: True where m is n or above it.
+    A parent always precedes its children. The structural tensors may have a batch of 1 when every
+    row has the same tree. max_depth: no node is deeper.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depths_BN: Tensor
+    ancestors_BNN: Tensor
+    max_depth: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes besides the root."""
+        return self.tokens_BN.shape[1] - 1
+
+    @staticmethod
+    def root_only(root_B: Tensor) -> Candidates:
+        """Nothing drafted: plain decoding."""
+        zeros = torch.zeros(1, 1, dtype=torch.long, device=root_B.device)
+        return Candidates(root_B[:, None], zeros, zeros, torch.ones(1, 1, 1, dtype=torch.bool, device=root_B.device), 0)
+
+
+def static_candidates(root_B: Tensor, draft_logits_BKV: Tensor, tree: Tree) -> Candidates:
+    """Fills a static tree: the node at path (r1, .., rd) gets head d's token of rank rd."""
+    if not tree.num_nodes:
+        return Candidates.root_only(root_B)
+    tree = tree_on(tree, root_B.device)
+    top_BKR = draft_logits_BKV[:, : tree.depth].topk(tree.max_rank + 1, dim=-1).indices
+    drafted_BN = top_BKR[:, tree.depths_N[1:] - 1, tree.ranks_N[1:]]
+    return Candidates(
+        torch.cat([root_B[:, None], drafted_BN], dim=1),
+        tree.parents_N[None],
+        tree.depths_N[None],
+        tree.ancestors_NN[None],
+        tree.depth,
+    )
+
+
+def tree_on(tree: Tree, device: torch.device) -> Tree:
+    """`tree` with its tensors on `device`."""
+    if tree.parents_N.device == device:
+        return tree
+    return Tree(tree.paths, *(t.to(device) for t in (tree.parents_N, tree.depths_N, tree.ranks_N, tree.ancestors_NN)))
+
+
+def beam_candidates(root_B: Tensor, draft_logits_BKV: Tensor, num_nodes: int, width: int = 10) -> Candidates:
+    """The per-step beam tree (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
+
+    Depth by depth, the best `width` paths by cumulative log q are extended by each head's best
+    `width` tokens; of all paths scored, the best `num_nodes` are kept. A path never scores above its
+    prefix, so what is kept is always a tree. Shapes depend on K, width and num_nodes alone.
+    """
+    batch, num_heads, _ = draft_logits_BKV.shape
+    width = min(width, num_nodes, draft_logits_BKV.shape[-1])
+    if width == 0:
+        return Candidates.root_only(root_B)
+    top_logits, tokens_BKW = draft_logits_BKV.float().topk(width, dim=-1)
+    log_q_BKW = top_logits - draft_logits_BKV.float().logsumexp(-1, keepdim=True)
+
+    # Pool index p of a path: depth 1 holds W of them, every further depth W * W (parent, token).
+    scores, pool_tokens, pool_parents = [log_q_BKW[:, 0]], [tokens_BKW[:, 0]], [torch.full_like(tokens_BKW[:, 0], -1)]
+    frontier_scores, frontier_pool = log_q_BKW[:, 0], torch.arange(width, device=root_B.device).expand(batch, -1)
+    pool_size = width
+    for k in range(1, num_heads):
+        extended_BWW = frontier_scores[:, :, None] + log_q_BKW[:, k, None, :]
+        scores.append(extended_BWW.flatten(1))
+        pool_tokens.append(tokens_BKW[:, k, None, :].expand(-1, width, -1).flatten(1))
+        pool_parents.append(frontier_pool[:, :, None].expand(-1, -1, width).flatten(1))
+        if k + 1 < num_heads:
+            frontier_scores, best = scores[-1].topk(width, dim=-1)
+            frontier_pool = pool_size + best
+        pool_size += width * width
+    scores_BP, tokens_BP, parents_BP = torch.cat(scores, 1), torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1)
+
+    # A stable sort keeps a prefix before its extension when their scores tie.
+    num_nodes = min(num_nodes, pool_size)
+    kept_BN = scores_BP.sort(dim=-1, descending=True, stable=True).indices[:, :num_nodes]
+    kept_BN = kept_BN.sort(dim=-1).values  # pool order is depth order
+    slot_BP = torch.zeros(batch, pool_size + 1, dtype=torch.long, device=root_B.device)
+    slot_BP.scatter_(1, kept_BN, torch.arange(1, num_nodes + 1, device=root_B.device).expand(batch, -1))
+    slot_BP[:, pool_size] = 0  # parent -1 is the root
+    parents_BN = slot_BP.gather(1, parents_BP.gather(1, kept_BN) % (pool_size + 1))
+    depths_BN = 1 + (kept_BN - width).div(width * width, rounding_mode="floor").add(1).clamp(min=0)
+    zero = torch.zeros(batch, 1, dtype=torch.long, device=root_B.device)
+    parents_BN, depths_BN = torch.cat([zero, parents_BN], 1), torch.cat([zero, depths_BN], 1)
+    return Candidates(
+        torch.cat([root_B[:, None], tokens_BP.gather(1, kept_BN)], 1),
+        parents_BN,
+        depths_BN,
+        ancestors_from_parents(parents_BN, depth=num_heads),
+        num_heads,
+    )
+
+
+def chain_candidates(root_B: Tensor, drafted_BC: Tensor) -> Candidates:
+    """A chain of drafted tokens [B, C] below each root."""
+    length = drafted_BC.shape[1]
+    steps = torch.arange(length + 1, device=root_B.device)
+    return Candidates(
+        torch.cat([root_B[:, None], drafted_BC], dim=1),
+        (steps - 1).clamp(min=0)[None],
+        steps[None],
+        torch.ones(length + 1, length + 1, dtype=torch.bool, device=root_B.device).tril()[None],
+        length,
+    )

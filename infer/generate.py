@@ -1,0 +1,155 @@
+"""Prompts -> answers: prefill, then propose, verify, keep, until every row has ended."""
+
+# B batch, N tree nodes including the root, D hidden, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from infer.acceptance_stats import AcceptanceStats
+from infer.candidates import Candidates
+from infer.drafters import Drafter, NoDrafter
+from infer.kv_cache import KVCache
+from infer.stopping import RowOutput
+from infer.tree_forward import prefill, tree_forward
+from infer.tree_support import check_tree_support
+from infer.verify import verify_greedy
+from medusa_heads import base_model
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer. token_ids: new tokens, the end token included; finish_reason: `eos`, `stop` or
+    `length`; runs: how many tokens each base forward emitted, in order (the first is the prefill)."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    runs: list[int]
+    stats: AcceptanceStats
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one base forward added: new tokens per row (empty where a row has ended)."""
+
+    new_tokens: list[list[int]]
+    rows: list[RowOutput]
+
+
+class Generator:
+    """Greedy decoding of a base model with a drafter; the text is exactly the base model's own.
+
+    Holds no state between calls and hangs none on the model, so several generators may share one.
+    """
+
+    def __init__(self, model: PreTrainedModel, drafter: Drafter | None = None, *, tokenizer: Any | None = None) -> None:
+        """Raises ValueError with the reason when the model cannot verify a tree of candidates."""
+        base_model.check_base(model)
+        self.model, self.drafter, self.tokenizer = model, drafter or NoDrafter(), tokenizer
+        self.layer_shapes = check_tree_support(model)
+        self.max_length = base_model.max_length(model)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        eos_ids: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        """Answers a batch of prompts (token ids), ragged lengths allowed.
+
+        eos_ids: None takes the model's own. Raises ValueError on an empty prompt, one that fills the
+        context, or a max_new_tokens below 1.
+        """
+        runs: list[list[int]] = [[] for _ in prompts]
+        stats = [AcceptanceStats() for _ in prompts]
+        rows: list[RowOutput] = []
+        for step in self.steps(prompts, max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop=stop, stats=stats):
+            rows = step.rows
+            for run, new in zip(runs, step.new_tokens, strict=True):
+                if new:
+                    run.append(len(new))
+        return [
+            Generation(row.token_ids, row.text, row.finish_reason or "length", run, stat)
+            for row, run, stat in zip(rows, runs, stats, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int = 128,
+        eos_ids: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+        stats: list[AcceptanceStats] | None = None,
+    ) -> Iterator[Step]:
+        """The decoding loop, one Step per base forward (the first is the prefill)."""
+        texts = self._checked(prompts, max_new_tokens)
+        eos = base_model.end_of_sequence_ids(self.model, self.tokenizer) if eos_ids is None else eos_ids
+        limits = [min(max_new_tokens, self.max_length - len(text)) for text in texts]
+        rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
+        stats = stats if stats is not None else [AcceptanceStats() for _ in rows]
+
+        cache = self._new_cache(texts, max(limits))
+        self.drafter.start(texts)
+        hidden_BD = prefill(self.model, texts, cache)
+        root_B = base_model.compute_logits(self.model, hidden_BD).argmax(-1)
+        emitted = [[token] for token in root_B.tolist()]
+        while True:
+            new_tokens = [row.extend(tokens) if row.finish_reason is None else [] for row, tokens in zip(rows, emitted, strict=True)]
+            for text, tokens in zip(texts, emitted, strict=True):
+                text.extend(tokens)
+            yield Step(new_tokens, rows)
+            running = [row.finish_reason is None for row in rows]
+            if not any(running):
+                return
+            candidates = self._propose(root_B, hidden_BD, texts, cache)
+            logits_BNV, hidden_BND = tree_forward(self.model, candidates, cache)
+            accepted = verify_greedy(logits_BNV.argmax(-1), candidates)
+            lengths = accepted.length_B.tolist()
+            cache.keep(accepted.path_BP, [length + 1 if runs else 0 for length, runs in zip(lengths, running, strict=True)])
+            path_tokens = candidates.tokens_BN.gather(1, accepted.path_BP).tolist()
+            emitted = [
+                [*tokens[1 : length + 1], bonus] if runs else []
+                for tokens, length, bonus, runs in zip(path_tokens, lengths, accepted.bonus_B.tolist(), running, strict=True)
+            ]
+            for stat, length, runs in zip(stats, lengths, running, strict=True):
+                if runs:
+                    stat.record(candidates.num_nodes, length)
+            last_B = accepted.path_BP.gather(1, accepted.length_B[:, None])[:, 0]
+            hidden_BD = hidden_BND[torch.arange(len(rows), device=last_B.device), last_B]
+            root_B = accepted.bonus_B
+
+    def _checked(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
+        if not prompts:
+            raise ValueError("no prompts were given")
+        texts = [list(prompt) for prompt in prompts]
+        for index, text in enumerate(texts):
+            if not text:
+                raise ValueError(f"prompt {index} has no tokens")
+            if len(text) >= self.max_length:
+                raise ValueError(
+                    f"prompt {index} has {len(text)} tokens and the model's context ends at {self.max_length}: shorten the prompt"
+                )
+        return texts
+
+    def _new_cache(self, texts: list[list[int]], max_new_tokens: int) -> KVCache:
+        room = max(map(len, texts)) + max_new_tokens + self.drafter.max_nodes + 1
+        return KVCache(self.layer_shapes, len(texts), room, dtype=self.model.dtype, device=self.model.device)
+
+    def _propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]], cache: KVCache) -> Candidates:
+        candidates = self.drafter.propose(root_B, hidden_BD, texts)
+        if max(cache.lengths) + candidates.max_depth >= self.max_length:  # the last positions of the context
+            return Candidates.root_only(root_B)
+        return candidates

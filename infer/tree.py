@@ -1,0 +1,113 @@
+"""Rank paths -> a static tree: parents, depths, ranks and the ancestor mask of its nodes.
+
+A tree is written as Medusa writes it: a list of paths, each a list of ranks. [0] is the first
+head's best token, [0, 2] the second head's third-best below it. The root (the token the base model
+has already chosen) is node 0 and is not written.
+"""
+
+# N tree nodes including the root
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Path_ = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A static tree. Nodes are ordered by depth, so a parent always precedes its children.
+
+    paths: rank paths of the nodes 1..N-1; parents_N, depths_N, ranks_N: long, zeros at the root;
+    ancestors_NN: bool, [n, m] is True where m is n or an ancestor of n.
+    """
+
+    paths: tuple[Path_, ...]
+    parents_N: Tensor
+    depths_N: Tensor
+    ranks_N: Tensor
+    ancestors_NN: Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes besides the root."""
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        return max(map(len, self.paths), default=0)
+
+    @property
+    def max_rank(self) -> int:
+        return max((rank for path in self.paths for rank in path), default=0)
+
+    def check(self, *, num_heads: int, vocab_size: int) -> None:
+        """Raises ValueError when the heads cannot fill this tree."""
+        if self.depth > num_heads:
+            raise ValueError(f"the tree is {self.depth} deep but the heads predict {num_heads} positions: use a tree of at most that depth")
+        if self.max_rank >= vocab_size:
+            raise ValueError(f"the tree names rank {self.max_rank}, beyond the {vocab_size} tokens of the vocabulary")
+
+
+def build_tree(paths: Iterable[Sequence[int]]) -> Tree:
+    """Rank paths in any order -> a Tree. Raises ValueError on a hole, a repeat or a negative rank."""
+    ordered = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
+    index: dict[Path_, int] = {(): 0}
+    for path in ordered:
+        if not path:
+            raise ValueError("a tree path is empty: the root is implied, write only the nodes below it")
+        if min(path) < 0:
+            raise ValueError(f"tree path {list(path)} has a negative rank")
+        if path in index:
+            raise ValueError(f"tree path {list(path)} is written twice")
+        if path[:-1] not in index:
+            raise ValueError(f"tree path {list(path)} has no parent: add {list(path[:-1])}")
+        index[path] = len(index)
+    parents = torch.tensor([0] + [index[path[:-1]] for path in ordered])
+    return Tree(
+        paths=tuple(ordered),
+        parents_N=parents,
+        depths_N=torch.tensor([0] + [len(path) for path in ordered]),
+        ranks_N=torch.tensor([0] + [path[-1] for path in ordered]),
+        ancestors_NN=ancestors_from_parents(parents[None])[0],
+    )
+
+
+def ancestors_from_parents(parents_BN: Tensor, depth: int | None = None) -> Tensor:
+    """parents_BN [B, N] (root: itself) -> ancestors [B, N, N], each node counted as its own.
+
+    depth: the deepest node, when known; saves squarings.
+    """
+    num_nodes = parents_BN.shape[1]
+    reach = torch.eye(num_nodes, device=parents_BN.device).expand(parents_BN.shape[0], -1, -1).clone()
+    reach.scatter_(2, parents_BN[:, :, None], 1.0)
+    covered = 1
+    while covered < (depth if depth is not None else num_nodes - 1):
+        reach = (reach @ reach).clamp_(max=1.0)
+        covered *= 2
+    return reach > 0
+
+
+def load_tree(path: str | Path) -> Tree:
+    """Reads a tree from JSON: a list of rank paths, or an object with such a list under `choices`."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"--tree {path}: no such file; write auto, chain, beam:N, static:N or a JSON file of rank paths") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--tree {path} is not valid JSON: {error}") from None
+    choices = values.get("choices") if isinstance(values, dict) else values
+    if not isinstance(choices, list) or not all(isinstance(p, list) and all(type(r) is int for r in p) for p in choices):
+        raise ValueError(f"--tree {path}: expected a list of rank paths such as [[0], [1], [0, 0]]")
+    return build_tree(choices)
+
+
+def chain(depth: int) -> Tree:
+    """The single path of best tokens."""
+    return build_tree([(0,) * (d + 1) for d in range(depth)])

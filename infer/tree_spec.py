@@ -1,0 +1,43 @@
+"""A `--tree` argument -> the tree a drafter uses.
+
+    chain          the K best tokens, one below the other
+    beam:N         N nodes chosen anew at every step by the per-depth beam
+    static:N       N nodes chosen once, from rank accuracies measured on validation text
+    FILE.json      a static tree of rank paths
+    auto           the beam tree whose size gives the most tokens per second on this machine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.tree import Tree, chain, load_tree
+from infer.tree_builders import static_tree
+from medusa_heads.checkpoint import HeadsCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class BeamTree:
+    """The per-step beam tree: `num_nodes` nodes besides the root out of beams of `width`."""
+
+    num_nodes: int
+    width: int = 10
+
+
+def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None:
+    """Reads a `--tree` argument; None means `auto`, to be settled by measurement.
+
+    Raises ValueError naming what is wrong, also for a tree deeper than the heads.
+    """
+    kind, _, argument = spec.partition(":")
+    if spec == "auto":
+        return None
+    if spec == "chain":
+        return chain(checkpoint.config.num_heads)
+    if kind in ("beam", "static"):
+        if not argument.isdigit() or int(argument) < 1:
+            raise ValueError(f"--tree {spec}: write {kind}:N with N >= 1 nodes besides the root")
+        return BeamTree(int(argument)) if kind == "beam" else static_tree(checkpoint.rank_accuracy, int(argument))
+    tree = load_tree(spec)
+    tree.check(num_heads=checkpoint.config.num_heads, vocab_size=checkpoint.config.vocab_size)
+    return tree

@@ -1,0 +1,326 @@
+"""A transformers causal LM -> hidden states and logits: the only file that knows transformers' internals.
+
+Everything else in this project passes a `PreTrainedModel` to the functions below and never touches
+its attributes, so that a release of transformers that moves something is answered here alone.
+"""
+
+# B batch, T sequence, S key length, D hidden, V vocabulary
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+AttentionMask = Tensor | dict[str, Tensor]
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`float32`, `bfloat16` or `float16` -> the torch dtype. Raises ValueError otherwise."""
+    if name not in DTYPES:
+        raise ValueError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_base(
+    base: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """Loads a base model, frozen and in eval mode, and its tokenizer.
+
+    base: `embedded`, a local folder, or a hub id (HF_HUB_OFFLINE=1 keeps transformers offline).
+    dtype: None keeps the checkpoint's own.
+    Raises ValueError naming what is missing when the model cannot be loaded.
+    """
+    if base == "embedded":
+        from medusa_heads.embedded import embedded_model_path
+
+        base = str(embedded_model_path())
+    elif not os.path.isdir(base) and (base.startswith((".", "/", "~")) or base.count("/") > 1):
+        raise ValueError(f"--base {base!r}: no such folder; give a local folder, a hub id (owner/name) or `embedded`")
+    try:
+        config = AutoConfig.from_pretrained(base, revision=revision)
+        check_config(config)
+        tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
+        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto")
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"--base {base!r} could not be loaded: {error}") from error
+    except Exception as error:  # safetensors raises its own type for a truncated file
+        if type(error).__name__ == "SafetensorError":
+            raise ValueError(f"--base {base!r}: a weight file is damaged or truncated ({error}); copy or download it again") from error
+        raise
+    model = model.to(device).eval()  # type: ignore[arg-type]
+    model.requires_grad_(False)
+    check_base(model)
+    return model, tokenizer
+
+
+def base_path(base: str) -> str:
+    """The folder or hub id behind `--base`: resolves `embedded`."""
+    if base == "embedded":
+        from medusa_heads.embedded import embedded_model_path
+
+        return str(embedded_model_path())
+    return base
+
+
+# ---------------------------------------------------------------- which models can work
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError with the reason when a model of this config cannot carry draft heads."""
+    name = getattr(config, "model_type", "this model")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; draft heads need a decoder-only causal language model")
+    text = config.get_text_config()
+    stateful = sorted({t for t in getattr(text, "layer_types", None) or () if t not in ("full_attention", "sliding_attention")})
+    if stateful:
+        raise ValueError(
+            f"{name} has layers of type {', '.join(stateful)}: their state cannot branch over a tree of candidates, "
+            "so several continuations cannot be verified in one forward; choose a model whose layers are all attention"
+        )
+
+
+def check_base(model: PreTrainedModel) -> None:
+    """Raises ValueError with the reason when `model` cannot be used: flash attention, no LM head,
+    logits that this adapter does not reproduce from the last hidden state."""
+    check_config(model.config)
+    name = model.config.model_type
+    attention = model.config._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"attention implementation {attention!r} cannot take the mask of a candidate tree; "
+            "load the base model with attn_implementation='sdpa' (or 'eager')"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no output embeddings (lm_head): load it with AutoModelForCausalLM")
+    forward = inspect.signature(decoder(model).forward).parameters
+    if _cache_keyword(model) not in forward or "position_ids" not in forward:
+        raise ValueError(
+            f"{name}'s forward takes no key-value cache and position_ids: its state cannot branch over a tree of candidates"
+        )
+    probe = torch.tensor([[1, 2, 3, 5]], device=model.device) % vocab_size(model)
+    with torch.no_grad():
+        expected = model(input_ids=probe, use_cache=False).logits
+        found = compute_logits(model, forward_hidden(model, probe))
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
+    if found.shape != expected.shape or not torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+        raise ValueError(
+            f"{name} computes its logits from something other than its last hidden state and the scalings known here "
+            "(final_logit_softcapping, logit_scale, logits_scaling): draft heads cannot share its lm_head"
+        )
+
+
+def decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its LM head."""
+    return model.get_decoder()
+
+
+def _cache_keyword(model: PreTrainedModel) -> str:
+    """`cache` from transformers 5.24, `past_key_values` before; read from the signature."""
+    return "cache" if "cache" in inspect.signature(decoder(model).forward).parameters else "past_key_values"
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer stores for each token: heads x key_dim and heads x value_dim."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    return model.config.get_text_config()
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    """D, the width of the last hidden state (the input of lm_head)."""
+    return lm_head(model).weight.shape[1]  # type: ignore[return-value,union-attr]
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """V, the number of logits."""
+    return lm_head(model).weight.shape[0]  # type: ignore[return-value,union-attr]
+
+
+def max_length(model: PreTrainedModel) -> int:
+    """The longest sequence the model's positions allow, in tokens."""
+    config = text_config(model)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        if value := getattr(config, name, None):
+            return int(value)
+    return 1 << 30
+
+
+def sliding_windows(model: PreTrainedModel) -> tuple[dict[str, int | None], bool]:
+    """The attention windows of the layers.
+
+    Returns ({layer type: window in tokens or None for full attention}, whether forward wants one
+    mask per layer type).
+    """
+    config = text_config(model)
+    window = getattr(config, "sliding_window", None)
+    types = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    if not types:
+        return {"sliding_attention": window} if window else {"full_attention": None}, False
+    windows = {t: (window if t == "sliding_attention" else None) for t in types}
+    return windows, len(types) > 1
+
+
+@torch.no_grad()
+def cache_layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """The key-value shape of every layer, read from the cache of a one-token forward.
+
+    Raises ValueError when a layer stores something other than keys and values of its own.
+    """
+    cache = DynamicCache()
+    forward_hidden(model, torch.ones(1, 1, dtype=torch.long, device=model.device), cache=cache)
+    shapes = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.dim() != 4 or keys.shape[2] != 1:
+            raise ValueError(
+                f"layer {index} of {model.config.model_type} keeps no plain keys and values in its cache: "
+                "its state cannot branch over a tree of candidates"
+            )
+        shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+    return shapes
+
+
+# ---------------------------------------------------------------- forward
+
+
+def forward_hidden(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    attention_mask: AttentionMask | None = None,
+    position_ids: Tensor | None = None,
+    cache: Cache | None = None,
+) -> Tensor:
+    """One forward of the base without its LM head.
+
+    input_ids: [B, T]; attention_mask: None (causal), or additive [B, 1, T, S], or one such mask per
+    layer type (see `additive_masks`); position_ids: [B, T].
+    Returns the last hidden state after the final norm, [B, T, D].
+    """
+    keywords: dict[str, Any] = {"use_cache": cache is not None}
+    if cache is not None:
+        keywords[_cache_keyword(model)] = cache
+    if attention_mask is not None:
+        keywords["attention_mask"] = attention_mask
+    if position_ids is not None:
+        keywords["position_ids"] = position_ids
+    return decoder(model)(input_ids=input_ids, **keywords).last_hidden_state
+
+
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """The output embedding module, [D] -> [V]."""
+    return model.get_output_embeddings()  # type: ignore[return-value]
+
+
+def lm_head_parameters(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """The weight [V, D] and bias [V] or None of the output embedding."""
+    module = lm_head(model)
+    return module.weight, getattr(module, "bias", None)  # type: ignore[return-value]
+
+
+def logit_transform(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """What the model does to its logits after the LM head: the identity for most.
+
+    Multiplied by `logit_scale` (Cohere), divided by `logits_scaling` (Granite), or
+    cap * tanh(logits / cap) with cap = `final_logit_softcapping` (Gemma).
+    """
+    config = text_config(model)
+    scale = getattr(config, "logit_scale", None)
+    division = getattr(config, "logits_scaling", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def transform(logits: Tensor) -> Tensor:
+        if scale is not None:
+            logits = logits * scale
+        if division is not None:
+            logits = logits / division
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    return transform
+
+
+def compute_logits(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Last hidden states [..., D] -> the model's logits [..., V], every scaling included."""
+    return logit_transform(model)(lm_head(model)(hidden_states))
+
+
+def additive_masks(model: PreTrainedModel, allowed_BTS: Tensor, query_positions_BT: Tensor, key_positions_BS: Tensor) -> AttentionMask:
+    """Boolean attention -> the additive mask(s) the model's forward takes.
+
+    allowed_BTS: True where query t may see key s, windows aside; positions are token positions in
+    the text, from which sliding windows are cut (a key is visible while query - key < window).
+    Additive in the model's dtype because eager attention silently adds a boolean mask as 0 / 1.
+    """
+    windows, per_type = sliding_windows(model)
+    dtype = model.dtype
+
+    def additive(window: int | None) -> Tensor:
+        visible = allowed_BTS
+        if window is not None:
+            visible = visible & (query_positions_BT[:, :, None] - key_positions_BS[:, None, :] < window)
+        zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return zeros.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+    masks = {layer_type: additive(window) for layer_type, window in windows.items()}
+    return masks if per_type else next(iter(masks.values()))
+
+
+def end_of_sequence_ids(model: PreTrainedModel, tokenizer: Any | None = None) -> tuple[int, ...]:
+    """The token ids that end an answer, from the generation config, else the tokenizer."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None and tokenizer is not None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer layers, in order: the longest module list of the decoder."""
+    lists = [m for m in decoder(model).modules() if isinstance(m, nn.ModuleList)]
+    return list(max(lists, key=len))
+
+
+def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Named weights of the base, tied ones once."""
+    return dict(model.named_parameters())
+
+
+def quiet_transformers() -> None:
+    """Keeps transformers' progress bars and advice out of our own output."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def is_local(base: str) -> bool:
+    return Path(base).is_dir()

@@ -1,0 +1,186 @@
+"""Draft heads <-> a folder: config.json, model.safetensors, rank accuracies, card and command.
+
+Loading is strict: another base model, a missing or extra tensor or a wrong shape is an error that
+says what differs. Saving writes to a temporary name and renames, so a folder is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.fingerprint import fingerprint
+from medusa_heads.heads import FAMILIES, MedusaHeads
+from medusa_heads.versions import versions
+
+PRETRAINED_DIR = Path(__file__).parent / "pretrained"
+RECOMMENDED = "medusa"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsCheckpoint:
+    """A loaded heads checkpoint.
+
+    rank_accuracy: [K][R], how often head k's token of rank r is the base's own, given that the path
+    above it is; measured on validation text, empty when not measured. acceptance: expected
+    acceptance length of the beam tree by number of nodes, likewise.
+    """
+
+    heads: MedusaHeads
+    config: HeadsConfig
+    folder: Path
+    rank_accuracy: list[list[float]] = field(default_factory=list)
+    acceptance: dict[int, float] = field(default_factory=dict)
+
+
+def resolve_heads(name: str) -> Path:
+    """`pretrained`, `pretrained:NAME` or a folder -> the folder. Raises ValueError when absent."""
+    kind, _, which = name.partition(":")
+    if kind == "pretrained":
+        folder = PRETRAINED_DIR / (which or RECOMMENDED)
+        if not folder.is_dir():
+            shipped = sorted(p.name for p in PRETRAINED_DIR.iterdir() if p.is_dir()) if PRETRAINED_DIR.is_dir() else []
+            raise ValueError(f"--heads {name}: no such shipped heads; shipped are {', '.join(shipped) or 'none'}")
+        return folder
+    if not Path(name).is_dir():
+        raise ValueError(f"--heads {name}: no such folder; give a folder written by medusa-heads, or `pretrained`")
+    return Path(name)
+
+
+def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> HeadsCheckpoint:
+    """Loads heads for `model` onto its device, in `dtype` (None: the model's).
+
+    Raises ValueError when they were trained on another base or the files are not exactly what the
+    config says.
+    """
+    folder = resolve_heads(str(name))
+    config = HeadsConfig.from_file(folder / "config.json")
+    if config.architecture not in FAMILIES:
+        raise ValueError(f"{folder}: architecture {config.architecture!r} is not known here; known are {', '.join(FAMILIES)}")
+    check_base_matches(config, model, folder)
+    heads = FAMILIES[config.architecture](config)
+    path = folder / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: the checkpoint is incomplete, copy it again") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or truncated ({error}): copy it again") from None
+    check_tensors(tensors, dict(heads.named_parameters()), path)
+    heads.load_state_dict(tensors)
+    heads.requires_grad_(False)
+    extra = _read_measured(folder)
+    return HeadsCheckpoint(
+        heads=heads.to(device=model.device, dtype=dtype or model.dtype).eval(),
+        config=config,
+        folder=folder,
+        rank_accuracy=extra.get("rank_accuracy", []),
+        acceptance={int(n): float(tau) for n, tau in extra.get("acceptance_length", {}).items()},
+    )
+
+
+def _read_measured(folder: Path) -> dict[str, Any]:
+    path = folder / "trees" / "measured.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def check_base_matches(config: HeadsConfig, model: PreTrainedModel, folder: Path) -> None:
+    """Raises ValueError naming what differs when the heads belong to another base model."""
+    from medusa_heads import base_model
+
+    for field_name, found in (("hidden_size", base_model.hidden_size(model)), ("vocab_size", base_model.vocab_size(model))):
+        expected = getattr(config, field_name)
+        if expected != found:
+            raise ValueError(
+                f"--heads {folder} were trained on {config.base_model or 'another base'} with {field_name} {expected}, "
+                f"this base has {found}: give the base they were trained on"
+            )
+    if (found_print := fingerprint(model)) != config.base_fingerprint:
+        raise ValueError(
+            f"--heads {folder} were trained on other weights (base {config.base_model!r}, fingerprint "
+            f"{config.base_fingerprint[:12]}..., this base {found_print[:12]}...): their drafts would seldom be accepted; "
+            "give the base they were trained on, or train heads for this one"
+        )
+
+
+def check_tensors(found: dict[str, Tensor], expected: dict[str, Any], path: Path) -> None:
+    """Raises ValueError unless `found` holds exactly the expected names and shapes."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    shapes = [
+        f"{name} is {list(found[name].shape)}, expected {list(expected[name].shape)}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name].shape != expected[name].shape
+    ]
+    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in extra] + shapes
+    if problems:
+        raise ValueError(f"{path} does not match its config.json: {'; '.join(problems)}")
+
+
+def save_heads(
+    heads: MedusaHeads,
+    folder: str | Path,
+    *,
+    card: str,
+    measured: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    command: list[str] | None = None,
+) -> Path:
+    """Writes a heads checkpoint, replacing what `folder` held only once the new one is whole.
+
+    card: the README.md; measured: `rank_accuracy` and `acceptance_length` for trees/measured.json;
+    dtype: storage type (None: the heads' own). Raises ValueError when `folder` cannot be written.
+    """
+    with replacing_folder(Path(folder)) as work:
+        state = {name: p.detach().to(dtype or p.dtype).cpu().contiguous().clone() for name, p in heads.named_parameters()}
+        save_file(state, work / "model.safetensors", metadata={"format": "pt"})
+        (work / "config.json").write_text(heads.config.to_json())
+        (work / "README.md").write_text(card)
+        (work / "train_command.txt").write_text(_command_text(command))
+        if measured:
+            (work / "trees").mkdir()
+            (work / "trees" / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+    return Path(folder)
+
+
+def _command_text(command: list[str] | None) -> str:
+    lines = [" ".join(command or sys.argv)] + [f"{name} {value}" for name, value in versions().items()]
+    return "\n".join(lines) + "\n"
+
+
+class replacing_folder:
+    """Context manager: a fresh folder beside `folder` that takes its name when the block succeeds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> Path:
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            self.work = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-writing-"))
+        except OSError as error:
+            raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another output folder") from error
+        return self.work
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self.work, ignore_errors=True)
+            return
+        os.chmod(self.work, 0o755)
+        previous = self.folder.with_name(f".{self.folder.name}-replaced-{os.getpid()}")
+        if self.folder.exists():
+            self.folder.rename(previous)
+        self.work.rename(self.folder)
+        shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,77 @@
+"""HeadsConfig: what a set of draft heads is, as stored in a heads checkpoint's config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medusa_heads.suggest import unknown_keys_error
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsConfig:
+    """The architecture of a set of draft heads and the base model they belong to.
+
+    Head k (from 1) predicts the token k + 1 positions after the hidden state it reads: the base
+    model itself predicts position 1.
+    """
+
+    architecture: str = "medusa"
+    """Head family: a name registered in `medusa_heads.heads`."""
+    num_heads: int = 4
+    """K, the number of future positions proposed besides the base model's own next token."""
+    num_layers: int = 1
+    """Residual blocks per head."""
+    hidden_size: int = 0
+    """D, the width of the base model's last hidden state. 0 until attached."""
+    vocab_size: int = 0
+    """V, the number of logits of the base model. 0 until attached."""
+    own_lm_head: bool = False
+    """One trainable [V, D] output matrix per head instead of the base model's frozen lm_head."""
+    base_model: str = ""
+    """Name or path of the base model the heads were trained on."""
+    base_revision: str | None = None
+    """Revision of the base model on the hub, where it has one."""
+    base_fingerprint: str = ""
+    """SHA-256 over config fields and sampled weight rows of the base model (see fingerprint.py)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of one head family alone; unknown ones are refused by that family."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads is {self.num_heads}; heads predict at least one position: set num_heads to 1 or more")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}; a head needs at least one block: set num_layers to 1 or more")
+
+    def to_json(self) -> str:
+        return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> HeadsConfig:
+        """Builds a config from JSON values. Raises ValueError on unknown keys or a newer format."""
+        values = dict(values)
+        version = values.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"heads config has format_version {version!r}, this version of medusa-heads reads {FORMAT_VERSION}: "
+                "is this a medusa-heads checkpoint? Other formats are written by `medusa-heads export`, not read here"
+            )
+        names = [f.name for f in dataclasses.fields(cls)]
+        if error := unknown_keys_error(values, names, where="heads config"):
+            raise ValueError(error)
+        return cls(**values)
+
+    @classmethod
+    def from_file(cls, path: Path) -> HeadsConfig:
+        try:
+            values = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"no config.json in {path.parent}: --heads needs a folder written by medusa-heads") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
+        return cls.from_dict(values)

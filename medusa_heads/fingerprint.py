@@ -1,0 +1,76 @@
+"""A base model -> a SHA-256 that changes when the weights that heads depend on change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from medusa_heads import base_model
+
+CONFIG_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "sliding_window",
+)
+NUM_SAMPLED_ROWS = 16
+
+
+def _sampled_rows(weight: Tensor) -> Tensor:
+    rows = torch.linspace(0, weight.shape[0] - 1, NUM_SAMPLED_ROWS, device=weight.device).round().long()
+    return weight.detach()[rows].to(torch.bfloat16).cpu()
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over the config fields that matter and fixed sampled rows, cast to bfloat16, of the
+    LM head and of the two-dimensional weights of the first, middle and last layers (their first and
+    last matrix: the query and down projections of Llama-like models).
+
+    The cast makes the digest the same whether the base is loaded in float32 or bfloat16. For a
+    quantised base the method stands in for the packed tensors, and the unquantised ones are read.
+    """
+    config = base_model.text_config(model)
+    quantization = getattr(model.config, "quantization_config", None)
+    method = getattr(quantization, "quant_method", None) if quantization is not None else None
+    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS} | {"quantization": str(method) if method else None}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+    sampled = {"lm_head": base_model.lm_head_parameters(model)[0]}
+    layers = base_model.decoder_layers(model)
+    for index in sorted({0, len(layers) // 2, len(layers) - 1}):
+        matrices = [(n, p) for n, p in layers[index].named_parameters() if p.dim() == 2 and p.is_floating_point()]
+        chosen = [m for m in matrices if "q_proj" in m[0] or "down_proj" in m[0]] or matrices[:1] + matrices[-1:]
+        sampled |= {f"{index}.{name}": weight for name, weight in chosen[:2]}
+    for name in sorted(sampled):
+        digest.update(name.encode())
+        digest.update(_sampled_rows(sampled[name]).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@torch.no_grad()
+def weights_digest(model: PreTrainedModel) -> int:
+    """A 64-bit checksum of every bit of every base weight: equal before and after training.
+
+    Position-weighted integer sums, so it runs where the weights live and costs one pass over them.
+    """
+    total = 0
+    for index, (_, weight) in enumerate(sorted(base_model.weight_tensors(model).items())):
+        flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+        words = flat[: flat.numel() // 4 * 4].view(torch.int32)
+        for start in range(0, words.numel(), 1 << 24):
+            chunk = words[start : start + (1 << 24)].long()
+            positions = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
+            total = (total * 1_000_003 + int((chunk * positions).sum()) + index) % (1 << 64)
+        total = (total * 1_000_003 + int(flat[flat.numel() // 4 * 4 :].long().sum())) % (1 << 64)
+    return total
