@@ -1,0 +1,59 @@
+"""medusa-heads: one subcommand per job, each a dataclass of options with a `run` method."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+
+from medusa_heads.suggest import suggest
+
+COMMANDS = {
+    "inspect-data": ("train.inspect_data:InspectData", "print decoded training rows with supervised spans coloured"),
+    "regenerate": ("train.regenerate:Regenerate", "let the base model answer prompts (or write its own first)"),
+    "generate": ("infer.commands:Generate", "answer one prompt"),
+    "chat": ("infer.commands:Chat", "talk to the model, turn by turn"),
+    "bench": ("infer.bench:Bench", "compare drafters with the base model on the same prompts"),
+    "export": ("medusa_heads.formats.export:Export", "write heads in another engine's format"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; user errors (ValueError) become one line and exit status 2."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: medusa-heads COMMAND [options]   (medusa-heads COMMAND --help lists them)\n")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:14s} {summary}")
+        print("\ntraining: accelerate launch -m train --config configs/train/smollm2_medusa.yaml")
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"error: unknown command {name!r}{suggest(name, COMMANDS)}; known are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return run_command(COMMANDS[name][0], rest, prog=f"medusa-heads {name}")
+
+
+def run_command(target: str, arguments: list[str], *, prog: str) -> int:
+    """Parses `arguments` into the dataclass `module:Class` and runs it."""
+    import tyro
+
+    from medusa_heads import base_model
+
+    base_model.quiet_transformers()
+    module, _, attribute = target.partition(":")
+    command = tyro.cli(getattr(importlib.import_module(module), attribute), args=arguments, prog=prog)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return command.run() or 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
