@@ -6,6 +6,7 @@ model's own (bonus) token included, counted before an answer is cut at its end o
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,7 @@ class AcceptanceStats:
         return {
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_by_depth": [n / steps for n in self.accepted_at_depth] if steps else [],
-            "acceptance_by_depth_conditional": [n / before if before else 0.0 for before, n in zip(reached, reached[1:], strict=False)],
+            "acceptance_by_depth_conditional": [n / before if before else 0.0 for before, n in itertools.pairwise(reached)],
             "num_steps": steps,
             "num_drafted_tokens": drafted,
             "num_accepted_tokens": self.num_accepted_tokens,

@@ -33,9 +33,10 @@ class KVCache(Cache):
         self.capacity = 0
         self.buffers: dict[LayerShape, tuple[Tensor, Tensor]] = {}
         self._write_BN: Tensor | None = None
-        self._write_start: int | None = None
+        self._write_start = 0
         self._key_length = 0
-        super().__init__(layers=[_LayerView(self, index) for index in range(len(self.shapes))])
+        self.views = [_LayerView(self, index) for index in range(len(self.shapes))]
+        super().__init__(layers=list(self.views))
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -55,7 +56,7 @@ class KVCache(Cache):
                 grown.append(buffer)
             self.buffers[shape] = (grown[0], grown[1])
             for position, index in enumerate(members):
-                layer = self.layers[index]
+                layer = self.views[index]
                 layer.keys, layer.values = grown[0][position], grown[1][position]
         self.capacity = capacity
 
@@ -67,7 +68,7 @@ class KVCache(Cache):
             self._write_start, self._write_BN = self.lengths[0], None
         else:
             starts = torch.tensor(self.lengths, device=self.device)
-            self._write_start, self._write_BN = None, starts[:, None] + torch.arange(num_new, device=self.device)
+            self._write_BN = starts[:, None] + torch.arange(num_new, device=self.device)
         return self._key_length
 
     def keep(self, path_BP: Tensor, counts: Sequence[int]) -> None:

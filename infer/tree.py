@@ -100,12 +100,17 @@ def load_tree(path: str | Path) -> Tree:
         values = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"--tree {path}: no such file; write auto, chain, beam:N, static:N or a JSON file of rank paths") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"--tree {path} cannot be read ({error.strerror}): give a JSON file of rank paths") from None
+    except ValueError as error:  # not JSON, or not text at all
         raise ValueError(f"--tree {path} is not valid JSON: {error}") from None
     choices = values.get("choices") if isinstance(values, dict) else values
     if not isinstance(choices, list) or not all(isinstance(p, list) and all(type(r) is int for r in p) for p in choices):
         raise ValueError(f"--tree {path}: expected a list of rank paths such as [[0], [1], [0, 0]]")
-    return build_tree(choices)
+    try:
+        return build_tree(choices)
+    except ValueError as error:
+        raise ValueError(f"--tree {path}: {error}") from None
 
 
 def chain(depth: int) -> Tree:

@@ -1,10 +1,10 @@
 """A `--tree` argument -> the tree a drafter uses.
 
-    chain          the K best tokens, one below the other
-    beam:N         N nodes chosen anew at every step by the per-depth beam
-    static:N       N nodes chosen once, from rank accuracies measured on validation text
-    FILE.json      a static tree of rank paths
-    auto           the beam tree whose size gives the most tokens per second on this machine
+chain          the K best tokens, one below the other
+beam:N         N nodes chosen anew at every step by the per-depth beam
+static:N       N nodes chosen once, from rank accuracies measured on validation text
+FILE.json      a static tree of rank paths
+auto           the beam tree whose size gives the most tokens per second on this machine
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def check_tree_support(model: PreTrainedModel) -> list[LayerShape]:
         if not error <= tolerance:
             raise ValueError(
                 f"{model.config.model_type} gives other hidden states over a tree of candidates than over its paths "
-                f"(relative error {float(error):.1e}): its attention does not honour a tree mask with positions, so it cannot be verified in one forward"
+                f"(relative error {float(error):.1e}): its attention does not honour a "
+                "tree mask with positions, so it cannot be verified in one forward"
             )
     return shapes

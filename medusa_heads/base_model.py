@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,6 +59,8 @@ def load_base(
         model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto")
     except (OSError, RuntimeError) as error:
         raise ValueError(f"--base {base!r} could not be loaded: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"--base {base!r}: {error}") from error
     except Exception as error:  # safetensors raises its own type for a truncated file
         if type(error).__name__ == "SafetensorError":
             raise ValueError(f"--base {base!r}: a weight file is damaged or truncated ({error}); copy or download it again") from error
@@ -110,15 +112,15 @@ def check_base(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has no output embeddings (lm_head): load it with AutoModelForCausalLM")
     forward = inspect.signature(decoder(model).forward).parameters
     if _cache_keyword(model) not in forward or "position_ids" not in forward:
-        raise ValueError(
-            f"{name}'s forward takes no key-value cache and position_ids: its state cannot branch over a tree of candidates"
-        )
+        raise ValueError(f"{name}'s forward takes no key-value cache and position_ids: its state cannot branch over a tree of candidates")
     probe = torch.tensor([[1, 2, 3, 5]], device=model.device) % vocab_size(model)
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits
         found = compute_logits(model, forward_hidden(model, probe))
     tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
-    if found.shape != expected.shape or not torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+    if found.shape != expected.shape or not torch.allclose(
+        found.float(), expected.float(), rtol=tolerance, atol=tolerance * float(expected.abs().max())
+    ):
         raise ValueError(
             f"{name} computes its logits from something other than its last hidden state and the scalings known here "
             "(final_logit_softcapping, logit_scale, logits_scaling): draft heads cannot share its lm_head"
@@ -151,14 +153,19 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config()
 
 
+def name_or_path(model: PreTrainedModel) -> str:
+    """The hub id or folder the model was loaded from, or an empty string."""
+    return str(getattr(model, "name_or_path", "") or "")
+
+
 def hidden_size(model: PreTrainedModel) -> int:
     """D, the width of the last hidden state (the input of lm_head)."""
-    return lm_head(model).weight.shape[1]  # type: ignore[return-value,union-attr]
+    return lm_head(model).in_features  # type: ignore[return-value]
 
 
 def vocab_size(model: PreTrainedModel) -> int:
     """V, the number of logits."""
-    return lm_head(model).weight.shape[0]  # type: ignore[return-value,union-attr]
+    return lm_head(model).out_features  # type: ignore[return-value]
 
 
 def max_length(model: PreTrainedModel) -> int:
@@ -266,9 +273,62 @@ def logit_transform(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return transform
 
 
+def logit_scale_and_cap(model: PreTrainedModel) -> tuple[float, float | None]:
+    """What `logit_transform` does, as numbers: (factor on the logits, soft cap or None)."""
+    config = text_config(model)
+    scale = getattr(config, "logit_scale", None)
+    division = getattr(config, "logits_scaling", None)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return (1.0 if scale is None else float(scale)) / (1.0 if division is None else float(division)), cap
+
+
 def compute_logits(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
     """Last hidden states [..., D] -> the model's logits [..., V], every scaling included."""
     return logit_transform(model)(lm_head(model)(hidden_states))
+
+
+def float32_logits(model: PreTrainedModel, hidden_states: Tensor) -> Tensor:
+    """Like `compute_logits`, the LM head in float32 whatever the model's dtype: [..., D] -> [..., V]."""
+    weight, bias = lm_head_parameters(model)
+    logits = nn.functional.linear(hidden_states.float(), weight.float(), None if bias is None else bias.float())
+    return logit_transform(model)(logits)
+
+
+def static_cache(model: PreTrainedModel, capacity: int) -> Cache:
+    """A cache of `capacity` tokens in every layer, at addresses that never move: what torch.compile
+    and CUDA graphs need. Layers are full ones; sliding windows are cut by the mask."""
+    return Cache(layers=[StaticLayer(max_cache_len=capacity) for _ in cache_layer_shapes(model)])
+
+
+def generate_plainly(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    max_new_tokens: int,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    on_token: Callable[[], None],
+) -> Tensor:
+    """transformers' own greedy `generate` with its defaults, for comparison.
+
+    input_ids [B, T], left-padded; on_token is called after every step.
+    Returns prompt and answer [B, T + new tokens], ended rows filled with pad_id.
+    """
+
+    def after_step(ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
+        on_token()
+        return torch.zeros(ids_BT.shape[0], dtype=torch.bool, device=ids_BT.device)
+
+    return model.generate(  # type: ignore[operator,return-value]
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_ids) or None,
+        pad_token_id=pad_id,
+        stopping_criteria=[after_step],
+    )
 
 
 def additive_masks(model: PreTrainedModel, allowed_BTS: Tensor, query_positions_BT: Tensor, key_positions_BS: Tensor) -> AttentionMask:
@@ -302,10 +362,15 @@ def end_of_sequence_ids(model: PreTrainedModel, tokenizer: Any | None = None) ->
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
+def synchronize(model: PreTrainedModel) -> None:
+    """Waits until the model's device has finished what it was given; for timing."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer layers, in order: the longest module list of the decoder."""
-    lists = [m for m in decoder(model).modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=len))
+    return max((list(m) for m in decoder(model).modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

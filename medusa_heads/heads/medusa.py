@@ -29,9 +29,7 @@ class MedusaHeads(nn.Module):
         shape = (config.num_layers, config.num_heads, config.hidden_size)
         self.weight = nn.Parameter(torch.zeros(*shape, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(*shape))
-        self.lm_head = (
-            nn.Parameter(torch.zeros(config.num_heads, config.vocab_size, config.hidden_size)) if config.own_lm_head else None
-        )
+        self.lm_head = nn.Parameter(torch.zeros(config.num_heads, config.vocab_size, config.hidden_size)) if config.own_lm_head else None
 
     @torch.no_grad()
     def initialize(self, lm_head_VD: Tensor) -> None:

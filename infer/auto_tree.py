@@ -1,0 +1,143 @@
+"""Measured step times and expected acceptance -> the beam tree that gives the most tokens per second.
+
+tokens per second of N nodes = batch * expected acceptance length(N) / (draft + forward seconds(N)).
+N = 0 is plain decoding: it wins where speculation gains nothing, so that heads never slow a model.
+"""
+
+# B batch, D hidden
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from infer.drafters.heads import HeadsDrafter
+from infer.kv_cache import KVCache
+from infer.tree_forward import tree_forward
+from infer.tree_spec import BeamTree
+from infer.verify import verify_greedy
+from medusa_heads import base_model
+from medusa_heads.checkpoint import HeadsCheckpoint
+
+SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
+NUM_ROUNDS = 7
+TIME_LIMIT_S = 6.0
+HOPELESS = 1.5  # times slower than the best size so far, at the most tokens any size could give
+# Trained medusa heads of a 135M chat model on mixed text; stands in for heads whose acceptance was never measured.
+DEFAULT_ACCEPTANCE: Mapping[int, float] = {1: 1.42, 4: 1.85, 8: 2.05, 16: 2.2, 32: 2.35, 64: 2.45}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Median seconds of one decoding step over a tree of `num_nodes` nodes besides the root."""
+
+    num_nodes: int
+    draft_s: float
+    forward_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.draft_s + self.forward_s
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChoice:
+    """The chosen tree and, per size tried, what the choice was made from (plain values for JSON)."""
+
+    tree: BeamTree
+    curve: list[dict[str, Any]]
+
+
+def choose_tree(model: PreTrainedModel, checkpoint: HeadsCheckpoint, *, batch_size: int = 1, context: int = 256) -> TreeChoice:
+    """Measures this machine and picks the size of the beam tree; takes a few seconds.
+
+    context: cached tokens per row during the measurement.
+    """
+    acceptance = checkpoint.acceptance or DEFAULT_ACCEPTANCE
+    lengths = {size: expected_length(acceptance, size) for size in SIZES}
+    times = measure_steps(model, checkpoint, lengths, batch_size=batch_size, context=context)
+    curve = [
+        {
+            "num_nodes": step.num_nodes,
+            "draft_s": step.draft_s,
+            "forward_s": step.forward_s,
+            "expected_acceptance_length": lengths[step.num_nodes],
+            "expected_tokens_per_second": batch_size * lengths[step.num_nodes] / step.total_s,
+            "acceptance_measured": bool(checkpoint.acceptance),
+        }
+        for step in times
+    ]
+    return TreeChoice(BeamTree(best_size(times, lengths)), curve)
+
+
+def expected_length(acceptance: Mapping[int, float], num_nodes: int) -> float:
+    """Expected acceptance length of a beam tree, interpolated over log(1 + nodes) from 1 at no nodes;
+    beyond the largest measured size, that size's."""
+    sizes = [0, *sorted(acceptance)]
+    values = [1.0, *(acceptance[size] for size in sizes[1:])]
+    return float(np.interp(np.log1p(num_nodes), np.log1p(sizes), values))
+
+
+def best_size(times: Sequence[StepTime], lengths: Mapping[int, float]) -> int:
+    """The size with the most tokens per second; the smaller one on a tie."""
+    return max(times, key=lambda step: (lengths[step.num_nodes] / step.total_s, -step.num_nodes)).num_nodes
+
+
+@torch.inference_mode()
+def measure_steps(
+    model: PreTrainedModel, checkpoint: HeadsCheckpoint, lengths: Mapping[int, float], *, batch_size: int, context: int
+) -> list[StepTime]:
+    """Median step times in growing order of size, up to where latency alone rules out more nodes.
+
+    The sizes take turns, so that a machine that slows down meanwhile slows all of them.
+    """
+    context = max(1, min(context, base_model.max_length(model) - max(lengths) - 1))
+    cache = KVCache(base_model.cache_layer_shapes(model), batch_size, context + max(lengths) + 1, dtype=model.dtype, device=model.device)
+    cache.lengths = [context] * batch_size  # zeros stand for real keys and values: they cost the same
+    drafters = {size: HeadsDrafter(model, checkpoint.heads, BeamTree(size)) for size in lengths}
+    samples: dict[int, list[tuple[float, float]]] = {size: [] for size in lengths}
+    longest = max(lengths.values())
+    started = time.perf_counter()
+    for round_ in range(NUM_ROUNDS):
+        fastest = 0.0
+        for size in sorted(samples):
+            if not round_:
+                _time_step(model, drafters[size], cache)  # the first call of a shape sets things up
+            samples[size].append(_time_step(model, drafters[size], cache))
+            seconds = sum(samples[size][-1])
+            fastest = max(fastest, lengths[size] / seconds)
+            if not round_ and longest / seconds < fastest / HOPELESS and _hopeless(model, drafters[size], cache, longest, fastest):
+                samples = {kept: times for kept, times in samples.items() if kept <= size}
+                break
+        if time.perf_counter() - started > TIME_LIMIT_S:
+            break
+    return [StepTime(size, median(d for d, _ in times), median(f for _, f in times)) for size, times in samples.items()]
+
+
+def _hopeless(model: PreTrainedModel, drafter: HeadsDrafter, cache: KVCache, longest: float, fastest: float) -> bool:
+    """Whether a size is too slow even if it accepted as much as the largest tree; asked again
+    twice, since a single slow sample may be the machine's."""
+    return longest / min(sum(_time_step(model, drafter, cache)) for _ in range(2)) < fastest / HOPELESS
+
+
+def _time_step(model: PreTrainedModel, drafter: HeadsDrafter, cache: KVCache) -> tuple[float, float]:
+    """Seconds of drafting and of the forward with verification, on an arbitrary hidden state."""
+    batch = len(cache.lengths)
+    hidden_BD = torch.linspace(-1, 1, base_model.hidden_size(model), device=model.device, dtype=model.dtype).expand(batch, -1)
+    root_B = torch.zeros(batch, dtype=torch.long, device=model.device)
+    base_model.synchronize(model)
+    start = time.perf_counter()
+    candidates = drafter.propose(root_B, hidden_BD, [])
+    base_model.synchronize(model)
+    drafted = time.perf_counter()
+    logits_BNV, _ = tree_forward(model, candidates, cache)
+    verify_greedy(logits_BNV.argmax(-1), candidates)
+    base_model.synchronize(model)
+    return drafted - start, time.perf_counter() - drafted

@@ -1,0 +1,150 @@
+"""A prompt or a conversation on the terminal -> answers streamed as they are decoded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.acceptance_stats import AcceptanceStats
+from infer.generate import Generator
+from infer.loading import Dtype, load_model, pick_drafter
+from infer.prompts import encode_chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """Answer one prompt; the text is the base model's own greedy answer, streamed as it comes."""
+
+    prompt: str
+    """The user's message, or `-` to read it from standard input."""
+    system: str | None = None
+    """A system message before it."""
+    base: str = "embedded"
+    """Base model: `embedded`, a local folder or a hub id."""
+    heads: str | None = None
+    """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
+    max_new_tokens: int = 512
+    """Longest answer in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer; they are not printed."""
+    tree: str = "auto"
+    """auto, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine."""
+    dtype: Dtype | None = None
+    """Number type of the base model and the heads; by default the base checkpoint's own."""
+    device: str = "auto"
+    """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
+    show_stats: bool = False
+    """Print speed and acceptance to standard error at the end."""
+
+    def run(self) -> None:
+        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+        if not prompt.strip():
+            raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
+        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
+        generator = Generator(model, pick_drafter(self.base, self.heads, model, self.tree), tokenizer=tokenizer)
+        ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
+        answer = stream(generator, ids, max_new_tokens=self.max_new_tokens, stop=self.stop)
+        if self.show_stats:
+            print(answer.summary(), file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Talk to the model, turn by turn: /reset forgets the conversation, /quit (or end of input) ends it."""
+
+    system: str | None = None
+    """A system message before the conversation."""
+    base: str = "embedded"
+    """Base model: `embedded`, a local folder or a hub id."""
+    heads: str | None = None
+    """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
+    max_new_tokens: int = 512
+    """Longest answer in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer; they are not printed."""
+    tree: str = "auto"
+    """auto, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine."""
+    dtype: Dtype | None = None
+    """Number type of the base model and the heads; by default the base checkpoint's own."""
+    device: str = "auto"
+    """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
+
+    def run(self) -> None:
+        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
+        generator = Generator(model, pick_drafter(self.base, self.heads, model, self.tree), tokenizer=tokenizer)
+        messages = system_message(self.system)
+        if sys.stdin.isatty():
+            print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)
+        while (line := read_line()) is not None and line.strip() != "/quit":
+            if line.strip() == "/reset":
+                messages = system_message(self.system)
+                print("(conversation forgotten)", file=sys.stderr)
+            elif line.strip():
+                messages = self._turn(generator, tokenizer, messages, line)
+
+    def _turn(self, generator: Generator, tokenizer: Any, messages: list[dict[str, str]], line: str) -> list[dict[str, str]]:
+        """Answers one message. Returns the conversation so far, unchanged where the message does not fit."""
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = stream(generator, encode_chat(tokenizer, asked), max_new_tokens=self.max_new_tokens, stop=self.stop)
+        except ValueError as error:
+            print(f"error: {error} (/reset begins a new conversation)", file=sys.stderr)
+            return messages
+        print(answer.summary(), file=sys.stderr)
+        return [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def read_line() -> str | None:
+    """The next line of standard input, or None at its end."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedAnswer:
+    """A finished answer. seconds: wall time after the first token; finish_reason: `interrupted` after Ctrl-C."""
+
+    text: str
+    num_tokens: int
+    first_token_s: float
+    seconds: float
+    finish_reason: str
+    stats: AcceptanceStats
+
+    def summary(self) -> str:
+        """One line on speed and acceptance."""
+        parts = [f"{self.num_tokens} tokens", f"first after {self.first_token_s:.2f} s"]
+        if self.num_tokens > 1:
+            parts.append(f"{(self.num_tokens - 1) / self.seconds:.1f} tokens/s")
+        if (tau := self.stats.mean_acceptance_length) is not None:
+            parts.append(f"{tau:.2f} tokens per forward")
+        return f"[{', '.join(parts)}; ended by {self.finish_reason}]"
+
+
+def stream(generator: Generator, ids: list[int], *, max_new_tokens: int, stop: Sequence[str]) -> StreamedAnswer:
+    """Decodes one prompt, printing text as soon as no later token can change it. Ctrl-C ends the answer."""
+    stats = [AcceptanceStats()]
+    printed, num_tokens, reason = "", 0, "interrupted"
+    start = time.perf_counter()
+    first = start
+    try:
+        for step in generator.steps([ids], max_new_tokens=max_new_tokens, stop=stop, stats=stats):
+            row = step.rows[0]
+            first = first if num_tokens else time.perf_counter()
+            num_tokens = len(row.token_ids)
+            stable = row.stable_text()
+            print(stable[len(printed) :], end="", flush=True)
+            printed, reason = stable, row.finish_reason or reason
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
+    return StreamedAnswer(printed, num_tokens, first - start, time.perf_counter() - first, reason, stats[0])

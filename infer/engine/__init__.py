@@ -1,0 +1,1 @@
+"""Ways to run the same base model faster on one kind of hardware."""

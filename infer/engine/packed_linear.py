@@ -1,0 +1,69 @@
+"""A half-precision base model on a CPU -> the same model with packed linear layers, where that pays.
+
+PyTorch multiplies bfloat16 matrices of a few rows slowly on CPUs without AVX512-BF16: eight rows cost
+eight times one row. FBGEMM keeps the weights packed as float16 and converts them on the way into
+float32 multiply-adds, so a tree of candidates costs little more than one token. Activations become
+float32. Weights of a bfloat16 model convert without loss as long as they are normal float16 numbers.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from medusa_heads import base_model
+
+FLOAT16_MAX = 65504.0
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lives in FBGEMM's packed float16 layout; float32 in and out."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        bias = linear.bias.detach().float() if linear.bias is not None else None
+        self.packed = _prepack(linear.weight.detach().float(), bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return torch.ops.quantized.linear_dynamic_fp16(inputs, self.packed)
+
+
+def _prepack(weight: Tensor, bias: Tensor | None) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ops.quantized.linear_prepack_fp16(weight, bias)
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether the layers could be packed: a half-precision model on a CPU that FBGEMM runs on."""
+    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16) or "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    return all(bool(m.weight.abs().max() < FLOAT16_MAX) for m in model.modules() if type(m) is nn.Linear)
+
+
+def pack_linears(model: PreTrainedModel) -> None:
+    """Replaces every linear layer of `model` by a packed one and makes the rest float32, in place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child))
+    model.float()
+
+
+@torch.inference_mode()
+def step_seconds(model: PreTrainedModel, num_tokens: int, repeats: int = 5) -> float:
+    """Median seconds of one forward over `num_tokens` tokens, logits included."""
+    tokens = torch.arange(num_tokens, device=model.device)[None] % base_model.vocab_size(model)
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        base_model.compute_logits(model, base_model.forward_hidden(model, tokens))
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]

@@ -1,0 +1,256 @@
+"""`bench`: its arithmetic on known times, its document, and its refusals, on tiny models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer import bench
+from infer.acceptance_stats import AcceptanceStats
+from infer.bench import heads_row_names, make_rows, measure, warm_up
+from infer.bench_figures import document_rows, fastest_base
+from infer.bench_rows import BatchAnswer, cut_answer
+from infer.bench_table import remarks
+from infer.compiled_base import CompiledBase
+from infer.drafters import Drafter
+from infer.drafters.heads import HeadsDrafter
+from infer.drafters.prompt_lookup import PromptLookupDrafter
+from infer.generate import Generator
+from infer.prompts import Prompt
+from infer.tree_spec import BeamTree
+from medusa_heads.checkpoint import save_heads
+from medusa_heads.cli import main
+from tests.random_heads import random_heads
+from tests.tiny_models import FAMILIES, TURN_END, tiny_model, tiny_tokenizer
+
+ROW_KEYS = {
+    *("drafter", "tokens_per_second", "end_to_end_s", "time_to_first_token_s", "mean_acceptance_length", "acceptance_by_depth"),
+    *("acceptance_by_depth_conditional", "num_steps", "num_drafted_tokens", "num_accepted_tokens", "num_rejected_tokens"),
+    *("draft_acceptance_rate", "identical_outputs", "first_difference_margin", "speedup_vs_base"),
+    *("speedup_vs_transformers_generate", "peak_memory_bytes", "by_category"),
+}
+PROMPT_IDS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 30, 40], [20, 20, 20, 20, 20]]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled row's own logic without the minutes of a compiler."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("bench")
+    model = tiny_model("llama")
+    model.save_pretrained(root / "base")
+    tiny_tokenizer().save_pretrained(root / "base")
+    for name in ("first", "second"):
+        save_heads(random_heads(model, seed=len(name)), root / name, card="random")
+    texts = [("hello", "greeting"), ("the cat sat on the mat", "story"), ("what is the answer", "greeting")]
+    rows = [
+        {"id": f"p{i}", "source": "here", "category": category, "messages": [{"role": "user", "content": text}] * 2}
+        for i, (text, category) in enumerate(texts)
+    ]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: str(root / name) for name in ("base", "first", "second", "prompts.jsonl")}
+
+
+def run(files: dict[str, str], *options: str) -> int:
+    return main(
+        ["bench", "--base", files["base"], "--prompts", files["prompts.jsonl"], "--max-new-tokens", "10", "--tree", "beam:4", *options]
+    )
+
+
+# ---------------------------------------------------------------- every way of decoding gives the same text
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_rows_answer_alike(family: str, uncompiled: None) -> None:
+    model = tiny_model(family)
+    drafters: dict[str, Drafter] = {"prompt_lookup": PromptLookupDrafter(), "heads": HeadsDrafter(model, random_heads(model), BeamTree(6))}
+    rows = make_rows(model, drafters, max_new_tokens=16, eos_ids=(TURN_END,))
+    expected = [answer.token_ids for answer in Generator(model).generate(PROMPT_IDS, max_new_tokens=16, eos_ids=(TURN_END,))]
+    for row in rows:
+        for batch in (PROMPT_IDS, PROMPT_IDS[1:2]):  # left-padded, and alone
+            answer = row.answer(batch)
+            assert answer.token_ids == [expected[PROMPT_IDS.index(prompt)] for prompt in batch], row.name
+            assert 0 < answer.first_token_s < answer.total_s
+            assert [sum(run) for run in answer.runs] == [len(ids) for ids in answer.token_ids]
+
+
+def test_all_rows_end_at_the_end_token(uncompiled: None) -> None:
+    model = tiny_model("llama")
+    free = Generator(model).generate(PROMPT_IDS, max_new_tokens=12, eos_ids=())
+    eos = free[0].token_ids[5]
+    expected = [cut_answer(answer.token_ids, frozenset([eos])) for answer in free]
+    assert len(expected[0]) <= 6
+    for row in make_rows(model, {}, max_new_tokens=12, eos_ids=(eos,)):
+        assert row.answer(PROMPT_IDS).token_ids == expected, row.name
+
+
+@pytest.mark.slow
+def test_compiled_row_is_compiled_and_right() -> None:
+    model = tiny_model("llama")
+    row = CompiledBase(model, max_new_tokens=12, eos_ids=())
+    row.warm_up([PROMPT_IDS, PROMPT_IDS[:1]])
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert num_graphs >= 2
+    expected = [answer.token_ids for answer in Generator(model).generate(PROMPT_IDS, max_new_tokens=12, eos_ids=())]
+    assert row.answer(PROMPT_IDS).token_ids == expected
+    assert row.answer(PROMPT_IDS[:1]).token_ids == expected[:1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs  # nothing is compiled while the clock runs
+
+
+# ---------------------------------------------------------------- the order of the work
+
+
+class RecordingRow:
+    def __init__(self, name: str, log: list[tuple[str, int]]) -> None:
+        self.name, self.log = name, log
+
+    def warm_up(self, batches: Iterable[Sequence[Sequence[int]]]) -> None:
+        self.log.append((self.name, -1))
+
+    def answer(self, batch: Sequence[Sequence[int]]) -> BatchAnswer:
+        self.log.append((self.name, batch[0][0]))
+        return BatchAnswer([[1, 2]] * len(batch), [[1, 1]] * len(batch), [AcceptanceStats() for _ in batch], 0.1, 0.2)
+
+
+def test_rows_take_turns_at_every_prompt() -> None:
+    log: list[tuple[str, int]] = []
+    rows = [RecordingRow(name, log) for name in ("base", "heads", "other")]
+    answers, _, memory = measure(rows, [[i] for i in range(12)], batch_size=1, seed=0, device=torch.device("cpu"))
+    assert [prompt for _, prompt in log] == [-1] * 3 + [prompt for prompt in range(12) for _ in rows]
+    orders = [tuple(name for name, at in log if at == prompt) for prompt in range(12)]
+    assert all(sorted(order) == ["base", "heads", "other"] for order in orders)
+    assert len(set(orders)) > 1  # no row always runs after the same one
+    assert all(len(own) == 12 for own in answers.values()) and set(memory.values()) == {None}
+
+
+def test_row_without_a_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no C++ compiler was found\nat length")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: no_compiler)
+    rows = make_rows(tiny_model("llama"), {}, max_new_tokens=4, eos_ids=())
+    answers, errors, memory = measure(rows, PROMPT_IDS, batch_size=1, seed=0, device=torch.device("cpu"))
+    assert list(answers) == ["base", "transformers_generate"] and errors == {"base_compiled": "no C++ compiler was found"}
+    prompts = [Prompt(str(i), "x", []) for i in range(3)]
+    written = document_rows(answers, errors, prompts, dict.fromkeys(answers, [None] * 3), memory, report_margins=False)
+    row = written[-1]
+    assert row["drafter"] == "base_compiled" and row["error"] == "no C++ compiler was found" and row["tokens_per_second"] is None
+    assert set(row) >= ROW_KEYS
+    assert fastest_base(written) in ("base", "transformers_generate")
+    document = {"rows": written, "fastest_base": "base", "settings": {"trees": {}}}
+    assert "base_compiled did not run and does not count as a base: no C++ compiler was found" in remarks(document)
+
+
+def test_an_error_of_any_other_row_is_raised() -> None:
+    row = RecordingRow("base", [])
+    row.warm_up = lambda batches: (_ for _ in ()).throw(RuntimeError("broken"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="broken"):
+        warm_up([row], [[[1]]])
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_document(files: dict[str, str], uncompiled: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "out.json"
+    options = ["--json", str(out), "--plot", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html"), "--batch-size", "2"]
+    assert run(files, "--heads", files["first"], files["second"], *options) == 0
+    last = capsys.readouterr().out.rstrip("\n").split("\n")[-1]
+    document = json.loads(last)
+    assert out.read_text() == last + "\n"
+    assert [row["drafter"] for row in document["rows"]] == [
+        "base",
+        "base_compiled",
+        "transformers_generate",
+        "prompt_lookup",
+        "heads",
+        "heads:second",
+    ]
+    for row in document["rows"]:
+        assert set(row) >= ROW_KEYS
+        assert row["identical_outputs"] == 1.0 and row["first_difference_margin"] is None and row["peak_memory_bytes"] is None
+        assert set(row["by_category"]) == {"greeting", "story"}
+        assert row["num_prompts"] == 3
+    assert {"hardware", "versions", "commit", "prompts", "settings", "rows"} <= set(document)
+    digest = hashlib.sha256(Path(files["prompts.jsonl"]).read_bytes()).hexdigest()
+    assert document["prompts"] == {"file": files["prompts.jsonl"], "sha256": digest, "num": 3}
+    settings = document["settings"]
+    assert settings["trees"]["heads:second"]["num_nodes"] == 4 and settings["max_new_tokens"] == 10 and settings["dtype"] == "float32"
+    assert max(row["speedup_vs_base"] for row in document["rows"][:3]) == 1.0
+    assert (tmp_path / "p.png").stat().st_size > 1000 and "heads:second" in (tmp_path / "p.html").read_text()
+
+
+def test_auto_tree_and_its_curve_are_recorded(files: dict[str, str], uncompiled: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files, "--heads", files["first"], "--tree", "auto", "--drafters", "heads", "--limit", "1", "--dtype", "bfloat16") == 0
+    document = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+    tree = document["settings"]["trees"]["heads"]
+    assert tree["num_nodes"] in [row["num_nodes"] for row in tree["auto_curve"]]
+    assert [row["drafter"] for row in document["rows"]] == ["base", "base_compiled", "transformers_generate", "heads"]
+    assert document["settings"]["dtype"] == "bfloat16" and document["prompts"]["num"] == 1
+    assert document["rows"][3]["first_difference_margin"] is not None  # reported in bfloat16, also where nothing differs
+
+
+def test_broken_drafter_is_seen(
+    files: dict[str, str], uncompiled: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of every `identical_outputs == 1`: a row that answers wrongly is not identical."""
+    real = bench.GeneratorRow.answer
+
+    def wrong(self: Any, batch: Sequence[Sequence[int]]) -> BatchAnswer:
+        answered = real(self, batch)
+        if self.name == "heads":
+            answered.token_ids[0][3] = (answered.token_ids[0][3] + 1) % 300
+        return answered
+
+    monkeypatch.setattr(bench.GeneratorRow, "answer", wrong)
+    assert run(files, "--heads", files["first"], "--drafters", "heads") == 0
+    out = capsys.readouterr().out.rstrip("\n").split("\n")
+    row = json.loads(out[-1])["rows"][3]
+    assert row["identical_outputs"] == 0.0 and len(row["first_difference_margin"]["values"]) == 3
+    assert any(line.startswith("heads: 3 answers differ from base's") for line in out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drafters", "prompt_lokup"], "unknown drafter 'prompt_lokup' (did you mean 'prompt_lookup'?)"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0"),
+        (["--batch-size", "0"], "--batch-size 0"),
+        (["--limit", "0"], "--limit 0"),
+        (["--json", "/proc/no/out.json"], "--json /proc/no/out.json cannot be written"),
+        (["--json", "/proc"], "--json /proc is a folder"),
+        (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
+        (["--max-new-tokens", "500"], "pass the context of 512 tokens"),
+        (["--heads", "/nowhere"], "--heads /nowhere: no such folder"),
+        ([], "--heads is needed"),
+    ],
+)
+def test_bad_input_is_one_line(files: dict[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert run(files, *options) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err and captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_outputs_are_checked_before_the_model_is_loaded(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files | {"base": "/nowhere"}, "--json", "/proc/no/out.json") == 2
+    assert "--json" in capsys.readouterr().err
+
+
+def test_heads_rows_are_named_by_folder() -> None:
+    assert heads_row_names(["x"]) == ["heads"]
+    assert heads_row_names(["pretrained", "runs/b", "runs/c/"]) == ["heads", "heads:b", "heads:c"]
+    assert heads_row_names(["x", "a/last", "b/last"]) == ["heads", "heads:last", "heads:b/last"]
+    with pytest.raises(ValueError, match="same name"):
+        heads_row_names(["x", "a/last", "a/last", "a/last"])

@@ -1,0 +1,112 @@
+"""The figures of `bench` on known tokens and times: every one is checked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from infer.acceptance_stats import AcceptanceStats
+from infer.bench_figures import Answer, document_rows, fastest_base, first_difference_margin, first_difference_margins, split_batch
+from infer.bench_rows import BatchAnswer
+from infer.bench_table import remarks
+from infer.generate import Generator
+from infer.prompts import Prompt
+from tests.tiny_models import tiny_model
+
+
+def answer(num_tokens: int, decode_s: float, *, first_s: float = 0.5, accepted: Sequence[int] = ()) -> Answer:
+    stats = AcceptanceStats()
+    for num_accepted in accepted:
+        stats.record(4, num_accepted)
+    return Answer(list(range(num_tokens)), [1] * num_tokens, stats, first_s, first_s, decode_s)
+
+
+PROMPTS = [Prompt("a", "x", []), Prompt("b", "y", []), Prompt("c", "x", [])]
+NO_MARGINS: list[float | None] = [None, None, None]
+
+
+def rows_of(answers: dict[str, list[Answer]], *, report_margins: bool = False, **margins: list[float | None]) -> dict[str, Any]:
+    every = {name: margins.get(name, NO_MARGINS) for name in answers}
+    rows = document_rows(answers, {}, PROMPTS, every, dict.fromkeys(answers), report_margins=report_margins)
+    return {row["drafter"]: row for row in rows}
+
+
+def test_tokens_per_second_leaves_out_first_tokens() -> None:
+    rows = rows_of(
+        {"base": [answer(11, 1.0), answer(21, 1.0), answer(1, 0.0)], "heads": [answer(11, 0.5), answer(21, 0.25), answer(1, 0.0)]}
+    )
+    assert rows["base"]["tokens_per_second"] == 15.0
+    assert rows["heads"]["tokens_per_second"] == 40.0
+    assert rows["heads"]["speedup_vs_base"] == pytest.approx(40 / 15)
+    assert rows["heads"]["end_to_end_s"] == pytest.approx(0.75 + 3 * 0.5)
+    assert rows["heads"]["time_to_first_token_s"] == 0.5
+    assert rows["heads"]["by_category"]["x"]["tokens_per_second"] == 20.0
+    assert rows["heads"]["by_category"]["y"]["tokens_per_second"] == 80.0
+    assert rows["heads"]["by_category"]["y"]["speedup_vs_base"] == 4.0
+    assert list(rows["base"]["by_category"]) == ["x", "y"]
+
+
+def test_speedup_is_against_the_fastest_base_row() -> None:
+    speeds = {"base": 1.0, "base_compiled": 0.5, "transformers_generate": 2.0, "heads": 0.25}
+    rows = rows_of({name: [answer(11, seconds)] * 3 for name, seconds in speeds.items()})
+    assert fastest_base(list(rows.values())) == "base_compiled"
+    assert rows["heads"]["speedup_vs_base"] == 2.0
+    assert rows["heads"]["speedup_vs_transformers_generate"] == 8.0
+    assert rows["transformers_generate"]["speedup_vs_base"] == 0.25
+
+
+def test_acceptance_figures_are_summed_over_prompts() -> None:
+    own = [answer(3, 1.0, accepted=[2, 0]), answer(3, 1.0, accepted=[1]), answer(3, 1.0, accepted=[1])]
+    row = rows_of({"base": [answer(3, 1.0)] * 3, "heads": own})["heads"]
+    assert (row["num_steps"], row["num_drafted_tokens"], row["num_accepted_tokens"], row["num_rejected_tokens"]) == (4, 16, 4, 12)
+    assert row["mean_acceptance_length"] == 2.0
+    assert row["acceptance_by_depth"] == [0.75, 0.25]
+    assert row["acceptance_by_depth_conditional"] == [0.75, pytest.approx(1 / 3)]
+    assert row["draft_acceptance_rate"] == 0.25
+    assert row["by_category"]["y"]["acceptance_by_depth"] == [1.0]
+
+
+def test_differing_answers_are_counted_with_their_margins() -> None:
+    answers = {"base": [answer(3, 1.0)] * 3, "heads": [answer(3, 1.0)] * 3}
+    row = rows_of(answers, report_margins=True, heads=[0.25, None, 0.5])["heads"]
+    assert row["identical_outputs"] == pytest.approx(1 / 3)
+    assert row["first_difference_margin"] == {"values": [0.25, 0.5], "mean": 0.375, "max": 0.5}
+    assert row["by_category"]["y"]["identical_outputs"] == 1.0
+    assert rows_of(answers, report_margins=True)["heads"]["first_difference_margin"] == {"values": [], "mean": None, "max": None}
+    assert rows_of(answers)["heads"]["first_difference_margin"] is None
+    assert rows_of(answers, heads=[0.25, None, None])["heads"]["first_difference_margin"]["max"] == 0.25  # never hidden in float32
+
+
+def test_a_batch_shares_its_time_by_tokens() -> None:
+    stats = [AcceptanceStats() for _ in range(3)]
+    answers = split_batch(BatchAnswer([[1] * 11, [1] * 31, [1]], [[], [], []], stats, first_token_s=0.3, total_s=2.3))
+    assert [a.decode_s for a in answers] == pytest.approx([0.5, 1.5, 0.0])
+    assert sum(a.prefill_s + a.decode_s for a in answers) == pytest.approx(2.3)
+    assert [a.first_token_s for a in answers] == [0.3] * 3
+
+
+def test_margin_is_the_models_own_gap_where_answers_part() -> None:
+    model, prompt = tiny_model("gemma2"), [5, 6, 7]
+    base = Generator(model).generate([prompt], max_new_tokens=6, eos_ids=())[0].token_ids
+    logits = model(torch.tensor([prompt + base[:2]])).logits[0, -1]
+    other = int(logits.topk(5).indices[4])
+    wrong = base[:2] + [other] + base[:3]
+    assert first_difference_margin(model, prompt, base, wrong) == pytest.approx(float(logits.max() - logits[other]), rel=1e-4)
+    same, different = answer(0, 1.0), answer(0, 1.0)
+    same.token_ids[:], different.token_ids[:] = base, wrong
+    margins = first_difference_margins(model, [prompt, prompt], [same, same], [same, different])
+    assert margins[0] is None and margins[1] is not None and margins[1] > 0
+
+
+def test_losing_to_the_base_is_said() -> None:
+    rows = rows_of(
+        {"base": [answer(11, 1.0)] * 3, "heads": [answer(11, 0.5), answer(11, 1.25), answer(11, 0.5)], "slow": [answer(11, 2.0)] * 3}
+    )
+    lines = remarks({"rows": list(rows.values()), "fastest_base": "base", "settings": {"trees": {}}})
+    assert lines == [
+        "slower than the base in some categories: heads in y (0.80 times)",
+        "slower than the base: slow has 0.50 times the tokens/s of base",
+    ]

@@ -1,0 +1,143 @@
+"""`generate` and `chat` on a tiny model: the streamed text is the plain greedy answer."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+
+from infer import commands
+from infer.generate import Generator
+from infer.prompts import encode_chat
+from medusa_heads.checkpoint import save_heads
+from medusa_heads.cli import main
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import create_heads
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+MODEL, TOKENIZER = tiny_model("llama"), tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A saved base and saved heads."""
+    root = tmp_path_factory.mktemp("commands")
+    MODEL.save_pretrained(root / "base")
+    TOKENIZER.save_pretrained(root / "base")
+    heads = create_heads(HeadsConfig(num_heads=2), MODEL)
+    torch.nn.init.normal_(heads.weight)
+    save_heads(heads, root / "heads", card="random")
+    return str(root / "base"), str(root / "heads")
+
+
+def plain_answer(messages: list[tuple[str, str]], max_new_tokens: int = 12) -> str:
+    ids = encode_chat(TOKENIZER, [{"role": role, "content": content} for role, content in messages])
+    return Generator(MODEL, tokenizer=TOKENIZER).generate([ids], max_new_tokens=max_new_tokens)[0].text
+
+
+def run(folders: tuple[str, str], command: str, *options: str, heads: str | None = None) -> int:
+    base, saved = folders
+    return main([command, "--base", base, "--heads", heads or saved, "--tree", "beam:4", "--max-new-tokens", "12", *options])
+
+
+@pytest.mark.parametrize("heads", [None, "none"])
+def test_generate_prints_the_greedy_answer(folders: tuple[str, str], capsys: pytest.CaptureFixture[str], heads: str | None) -> None:
+    assert run(folders, "generate", "--prompt", "hello", "--system", "be kind", heads=heads) == 0
+    assert capsys.readouterr().out == plain_answer([("system", "be kind"), ("user", "hello")]) + "\n"
+
+
+def test_generate_reads_standard_input(
+    folders: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat"))
+    assert run(folders, "generate", "--prompt", "-", "--show-stats") == 0
+    captured = capsys.readouterr()
+    assert captured.out == plain_answer([("user", "the cat")]) + "\n"
+    assert "12 tokens" in captured.err and "tokens per forward" in captured.err and "ended by length" in captured.err
+
+
+def test_stop_string_is_cut_off(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    answer = plain_answer([("user", "hello")])
+    stop = answer[4:7]
+    assert run(folders, "generate", "--prompt", "hello", "--stop", stop) == 0
+    assert capsys.readouterr().out == answer[: answer.index(stop)] + "\n"
+
+
+def test_text_is_streamed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[str] = []
+    monkeypatch.setattr("builtins.print", lambda *values, **_: pieces.append("".join(values)))
+    ids = encode_chat(TOKENIZER, [{"role": "user", "content": "hello"}])
+    answer = commands.stream(Generator(MODEL, tokenizer=TOKENIZER), ids, max_new_tokens=12, stop=())
+    assert "".join(pieces) == answer.text == plain_answer([("user", "hello")])
+    assert sum(map(bool, pieces)) > 3
+
+
+def test_interrupt_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = Generator(MODEL, tokenizer=TOKENIZER)
+    steps = generator.steps
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        for number, step in enumerate(steps(*args, **kwargs)):  # type: ignore[arg-type]
+            if number == 8:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr(generator, "steps", interrupted)
+    ids = encode_chat(TOKENIZER, [{"role": "user", "content": "hello"}])
+    answer = commands.stream(generator, ids, max_new_tokens=12, stop=())
+    assert answer.finish_reason == "interrupted" and answer.num_tokens == 8
+    assert answer.text and plain_answer([("user", "hello")]).startswith(answer.text)
+    assert capsys.readouterr().out == answer.text + "\n"
+
+
+def test_chat_remembers_resets_and_quits(
+    folders: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nthe dog\n/reset\nthe dog\n/quit\nnever asked\n"))
+    assert run(folders, "chat") == 0
+    captured = capsys.readouterr()
+    first = plain_answer([("user", "hello")])
+    second = plain_answer([("user", "hello"), ("assistant", first), ("user", "the dog")])
+    third = plain_answer([("user", "the dog")])
+    assert second != third
+    assert captured.out == f"{first}\n{second}\n{third}\n"
+    assert captured.err.count("tokens per forward") == 3
+
+
+def test_chat_ends_with_its_input(folders: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    assert run(folders, "chat", "--system", "be kind") == 0
+    assert capsys.readouterr().out == plain_answer([("system", "be kind"), ("user", "hello")]) + "\n"
+
+
+def test_chat_survives_a_message_beyond_the_context(
+    folders: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x " * 600 + "\nhello\n"))
+    assert run(folders, "chat") == 0
+    captured = capsys.readouterr()
+    assert captured.out == plain_answer([("user", "hello")]) + "\n"  # the long message is not in the conversation
+    assert "the model's context ends at 512" in captured.err and "/reset" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x " * 600], "the model's context ends at 512"),
+        (["--prompt", "  "], "--prompt is empty"),
+        (["--prompt", "a", "--stop", ""], "a stop string is empty"),
+        (["--prompt", "a", "--device", "nowhere"], "--device nowhere"),
+        (["--prompt", "a", "--device", "cuda:99"], "--device cuda:99"),
+    ],
+)
+def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert run(folders, "generate", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_heads_are_needed_for_another_base(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--base", folders[0], "--prompt", "a"]) == 2
+    assert "--heads is needed" in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""Heads checkpoints: bit-equal round trip, strict loading, atomic saving."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medusa_heads import base_model
+from medusa_heads.checkpoint import load_heads, replacing_folder, resolve_heads, save_heads
+from tests.random_heads import random_heads
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    heads = random_heads(tiny_model("llama"), num_layers=2)
+    measured = {"rank_accuracy": [[0.5, 0.2]], "acceptance_length": {16: 1.5}}
+    return save_heads(heads, tmp_path / "heads", card="# card\n", measured=measured, command=["train", "--lr", "1"])
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("own_lm_head", [False, True])
+def test_logits_survive_the_round_trip_bit_for_bit(tmp_path: Path, family: str, own_lm_head: bool) -> None:
+    model = tiny_model(family)
+    heads = random_heads(model, num_layers=2, own_lm_head=own_lm_head)
+    loaded = load_heads(save_heads(heads, tmp_path / "heads", card=""), model).heads
+    hidden_RD = base_model.forward_hidden(model, torch.arange(3, 20)[None])[0]
+    states_RKD = heads.draft_states(hidden_RD)
+    assert torch.equal(states_RKD, loaded.draft_states(hidden_RD))
+    own_RKV = heads.own_logits(states_RKD)
+    if own_RKV is None:
+        assert loaded.own_logits(states_RKD) is None
+    else:
+        assert torch.equal(own_RKV, loaded.own_logits(states_RKD))  # type: ignore[arg-type]
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_everything_written_is_read(folder: Path) -> None:
+    checkpoint = load_heads(folder, tiny_model("llama"))
+    assert (checkpoint.rank_accuracy, checkpoint.acceptance) == ([[0.5, 0.2]], {16: 1.5})
+    assert (folder / "README.md").read_text() == "# card\n"
+    assert (folder / "train_command.txt").read_text().startswith("train --lr 1\npython 3")
+    assert not list(folder.parent.glob(".*"))
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()} == {"0o644"}
+
+
+def test_storage_and_loading_types(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    heads = random_heads(model)
+    folder = save_heads(heads, tmp_path / "heads", card="", dtype=torch.bfloat16)
+    assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert load_heads(folder, model).heads.weight.dtype == torch.float32
+    assert load_heads(folder, model, dtype=torch.bfloat16).heads.weight.dtype == torch.bfloat16
+    assert torch.equal(load_heads(folder, model).heads.weight, heads.weight.bfloat16().float())
+
+
+def test_another_base_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="trained on other weights"):
+        load_heads(folder, tiny_model("llama", seed=1))
+    with pytest.raises(ValueError, match="with vocab_size 300, this base has 200"):
+        load_heads(folder, tiny_model("llama", vocab_size=200))
+    with pytest.raises(ValueError, match="trained on other weights"):
+        load_heads(folder, tiny_model("mistral_window"))
+
+
+def _drop(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["bias"]
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head"] = torch.zeros(3, 300, 32)
+
+
+def _reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["bias"] = tensors["bias"][:, :2].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(_drop, "missing bias$"), (_add, "unexpected lm_head$"), (_reshape, r"bias is \[2, 2, 32\], expected \[2, 3, 32\]$")],
+)
+def test_other_tensors_than_the_config_says_are_refused(
+    folder: Path, damage: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_heads(folder, tiny_model("llama"))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, -1])
+def test_a_truncated_weight_file_is_refused(folder: Path, kept: int) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or truncated"):
+        load_heads(folder, tiny_model("llama"))
+
+
+def test_missing_and_broken_files_are_refused(folder: Path) -> None:
+    model = tiny_model("llama")
+    (folder / "trees" / "measured.json").write_text("{")
+    with pytest.raises(ValueError, match=r"measured.json is not valid JSON"):
+        load_heads(folder, model)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="safetensors is missing"):
+        load_heads(folder, model)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config"):
+        load_heads(folder, model)
+
+
+def test_unknown_families_and_options_are_refused(folder: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"architecture": "hydra"}))
+    with pytest.raises(ValueError, match="architecture 'hydra' is not known here; known are medusa"):
+        load_heads(folder, tiny_model("llama"))
+    (folder / "config.json").write_text(json.dumps(values | {"options": {"rank": 8}}))
+    with pytest.raises(ValueError, match="unknown key 'rank'"):
+        load_heads(folder, tiny_model("llama"))
+
+
+def test_names_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        resolve_heads(str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="no such shipped heads"):
+        resolve_heads("pretrained:absent")
+
+
+def test_an_interrupted_save_leaves_the_old_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def interrupt(command: list[str] | None) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("medusa_heads.checkpoint._command_text", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_heads(random_heads(tiny_model("llama"), seed=5), folder, card="other")
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["heads"]
+
+
+def test_saving_replaces_the_whole_folder(folder: Path) -> None:
+    heads = random_heads(tiny_model("llama"), seed=5)
+    save_heads(heads, folder, card="new")
+    assert not (folder / "trees").exists()
+    assert torch.equal(load_heads(folder, tiny_model("llama")).heads.weight, heads.weight)
+    assert [path.name for path in folder.parent.iterdir()] == ["heads"]
+
+
+def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    heads = random_heads(tiny_model("llama"))
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "heads"):
+        with pytest.raises(ValueError, match="choose another output folder"):
+            save_heads(heads, output, card="")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not a heads checkpoint"):
+        save_heads(heads, tmp_path / "work", card="")
+    assert (tmp_path / "file").read_text() == (tmp_path / "work" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No space left"), replacing_folder(tmp_path / "heads"):
+        raise OSError(28, "No space left on device")
+    assert not list(tmp_path.iterdir())

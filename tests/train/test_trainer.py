@@ -1,0 +1,196 @@
+"""The trainer: naive gradients, accumulation, two processes, resume, faults; exact on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from medusa_heads import base_model
+from medusa_heads.fingerprint import weights_digest
+from tests.train.training_runs import make_trainer, result, rows
+from train import trainer as trainer_module
+from train.batch import make_batch
+from train.packing import collate
+from train.run_state import checkpoint_folders
+
+
+def assert_same_run(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> None:
+    assert len(a["losses"]) == len(b["losses"])
+    torch.testing.assert_close(torch.tensor(a["losses"]), torch.tensor(b["losses"]), atol=tolerance, rtol=tolerance)
+    for name in a["heads"]:
+        torch.testing.assert_close(a["heads"][name], b["heads"][name], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral_window"])
+@pytest.mark.parametrize("own_lm_head", [False, True])
+def test_loss_equals_one_document_at_a_time(tmp_path: Path, family: str, own_lm_head: bool) -> None:
+    """Packed and chunked equals: every document alone, full logits, loss written out."""
+    trainer = make_trainer(tmp_path, family=family, own_lm_head=own_lm_head)
+    headed, num_heads = trainer.headed, trainer.num_heads
+    with torch.no_grad():
+        headed.heads.weight.normal_(std=0.3)
+    data = rows(6)
+    total, count = torch.zeros(num_heads), torch.zeros(num_heads)
+    for row in data:
+        ids = torch.tensor([row["input_ids"]])
+        hidden = base_model.forward_hidden(headed.base, ids)[0]
+        states = headed.heads.draft_states(hidden)
+        own = headed.heads.own_logits(states)
+        logits = own if own is not None else base_model.compute_logits(headed.base, states)
+        for t in range(ids.shape[1]):
+            for k in range(1, num_heads + 1):
+                if t + 1 + k < ids.shape[1] and all(row["assistant_mask"][t + 1 : t + 2 + k]):
+                    total[k - 1] += F.cross_entropy(logits[t, k - 1][None], ids[0, t + 1 + k][None])
+                    count[k - 1] += 1
+    packed = trainer.rows.__class__(data, pack_length=64, num_heads=num_heads)
+    batch = make_batch(collate([packed[i] for i in range(len(packed))]), num_heads)
+    assert torch.equal(batch.slot_counts, count.long())
+    output = headed(**batch.tensors, slot_weights=1 / count)
+    torch.testing.assert_close(output.slot_loss_K, total, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(output.loss, (total / count).sum(), atol=1e-5, rtol=1e-5)
+
+
+def test_accumulation_equals_one_large_batch(tmp_path: Path) -> None:
+    large, small = make_trainer(tmp_path / "a", batch_size=8), make_trainer(tmp_path / "b", batch_size=1, gradient_accumulation_steps=8)
+    large.train()
+    small.train()
+    assert_same_run(result(large), result(small), 1e-5)
+
+
+def launch(tmp_path: Path, name: str, num_processes: int, **options: int) -> dict[str, Any]:
+    out = tmp_path / f"{name}.pt"
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes), *rendezvous, "-m"]
+    pairs = [f"{key}={value}" for key, value in options.items()]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, "tests.train.training_runs", str(out), str(tmp_path / name), *pairs], env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 0, run.stderr
+    return torch.load(out)
+
+
+@pytest.mark.distributed
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    two = launch(tmp_path, "two", 2, batch_size=2)
+    assert two["num_processes"] == 2 and "MULTI_CPU" in two["distributed_type"], "the run was not distributed"
+    one = make_trainer(tmp_path / "one", batch_size=4)
+    one.train()
+    assert_same_run(two, result(one), 1e-5)
+
+
+@pytest.mark.distributed
+def test_two_processes_differ_where_a_rank_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: per-process normalisation is a different run, so the test above can fail."""
+    two = launch(tmp_path, "two", 2, batch_size=2)
+    monkeypatch.setattr(trainer_module, "window_counts", lambda window: torch.full((3,), 10))
+    one = make_trainer(tmp_path / "one", batch_size=4)
+    one.train()
+    with pytest.raises(AssertionError):
+        assert_same_run(two, result(one), 1e-5)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_trainer(tmp_path / "whole", save_every=3)
+    whole.train()
+
+    killed = make_trainer(tmp_path / "killed", save_every=3)
+    real = trainer_module.save_checkpoint
+    calls = []
+
+    def save_then_die(*args: Any) -> None:
+        real(*args)
+        calls.append(args)
+        if len(calls) == 2:
+            raise Killed
+
+    monkeypatch.setattr(trainer_module, "save_checkpoint", save_then_die)
+    with pytest.raises(Killed):
+        killed.train()
+    monkeypatch.setattr(trainer_module, "save_checkpoint", real)
+    resumed = make_trainer(tmp_path / "killed", save_every=3)
+    resumed.train()
+    assert len(resumed.losses) == whole.num_steps - 6  # type: ignore[attr-defined]
+    for name, weight in whole.heads.named_parameters():
+        assert torch.equal(weight, dict(resumed.heads.named_parameters())[name])
+
+
+def test_resume_refuses_another_run_and_says_what_changed(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_every=2).train()
+    with pytest.raises(ValueError, match=r"learning_rate was 0\.01, is 0\.02"):
+        make_trainer(tmp_path, save_every=2, learning_rate=0.02).train()
+    with pytest.raises(ValueError, match="data_content was"):
+        make_trainer(tmp_path, save_every=2, dataset=rows(seed=5)).train()
+
+
+def test_half_written_checkpoint_is_not_used(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_every=3, keep_checkpoints=1).train()
+    assert len(checkpoint_folders(tmp_path)) == 1
+    newest = checkpoint_folders(tmp_path)[-1]
+    (newest.parent / ".step-99-writing-x").mkdir()
+    (newest.parent / "step-99").mkdir()
+    assert checkpoint_folders(tmp_path)[-1] == newest
+
+
+def test_base_is_untouched_and_every_head_learns(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    before = weights_digest(trainer.headed.base)
+    trainer.train()
+    assert weights_digest(trainer.headed.base) == before
+    assert (trainer.heads.weight.detach().abs().sum((0, 2, 3)) > 0).all()
+
+
+def test_changed_base_is_caught(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    real = trainer._step
+
+    def step(*args: Any) -> Any:
+        next(trainer.headed.base.parameters()).data[0, 0] += 1e-3
+        return real(*args)
+
+    trainer._step = step  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="base model changed"):
+        trainer.train()
+
+
+def test_silent_head_is_caught(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    real = trainer.headed.heads.draft_states
+    trainer.headed.heads.draft_states = lambda h: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match=r"heads \[3\] received no gradient"):
+        trainer.train()
+
+
+def test_nan_names_the_conversation_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    victim = 7  # a token that only this conversation will hold
+    data = rows()
+    ids = [[victim if token == victim and index != 5 else token for token in row["input_ids"]] for index, row in enumerate(data)]
+    ids = [[8 if token == victim else token for token in row] for row in ids]
+    ids[5][-4] = victim
+    data = data.remove_columns("input_ids").add_column("input_ids", ids)  # type: ignore[call-arg]
+    trainer = make_trainer(tmp_path, save_every=2, batch_size=1, dataset=data)
+    trainer.headed.base.get_input_embeddings().weight.data[victim] = float("nan")
+    with pytest.raises(ValueError, match="conversation-5"):
+        trainer.train()
+    for folder in checkpoint_folders(tmp_path):
+        state = torch.load(folder / "state.pt")
+        assert all(t.isfinite().all() for t in state["heads"].values())
+
+
+def test_overfits_a_few_samples(tmp_path: Path) -> None:
+    """Eight short answers, many steps: every head knows its token."""
+    trainer = make_trainer(tmp_path, dataset=rows(8), epochs=400, learning_rate=0.03, num_layers=2)
+    trainer.train()
+    assert trainer.losses[-1] < 0.35 * trainer.losses[0]  # type: ignore[attr-defined]

@@ -1,0 +1,170 @@
+"""accelerate launch -m train --config configs/train/x.yaml [flags]: data -> heads checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medusa_heads import base_model
+from medusa_heads.checkpoint import load_heads, save_heads
+from medusa_heads.embedded import cache_dir
+from medusa_heads.heads import create_heads
+from medusa_heads.model_card import model_card
+from train.config import TrainConfig, parse_config
+
+MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains heads; user errors (ValueError) become one line and exit status 2."""
+    base_model.quiet_transformers()
+    try:
+        run(parse_config(sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(config: TrainConfig) -> Path:
+    """One training run, resumed where it stopped; returns the folder of the finished heads."""
+    output = Path(config.output_dir)
+    check_output(output, config)
+    check_tracker(config.log_with)
+    rows, validation_rows, counts = prepare_data(config)  # before the process group starts: no time-out can hit it
+
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from train.headed_model import HeadedModel
+    from train.packing import PackedDataset
+    from train.trainer import Trainer
+
+    dtype = config.base_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true" else "float32"
+    accelerator = Accelerator(
+        mixed_precision=MIXED_PRECISION[dtype],
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=str(output),
+        step_scheduler_with_optimizer=False,
+    )
+    set_seed(config.seed)
+    model, _ = base_model.load_base(
+        config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision
+    )
+    if config.init_heads:
+        heads = load_heads(config.init_heads, model, dtype=torch.float32).heads
+        heads.config = replace(heads.config, base_model=config.base, base_revision=config.revision)
+        heads.requires_grad_(True)
+    else:
+        heads = create_heads(config.heads_config(), model)
+    packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.config.num_heads)
+    accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
+    if config.log_with != "none":
+        accelerator.init_trackers(config.project, config=config.schedule_dict())
+    trainer = Trainer(config, HeadedModel(model, heads), packed, accelerator)
+    trainer.train()
+    accelerator.end_training()
+    if accelerator.is_main_process:
+        write_heads(config, trainer, validation_rows, counts, output)
+    accelerator.wait_for_everyone()
+    return output
+
+
+def check_output(output: Path, config: TrainConfig) -> None:
+    """Refuses, before any work, to replace finished heads or to write where it cannot."""
+    if (output / "config.json").exists() and not config.overwrite:
+        raise ValueError(f"--output-dir {output} already holds finished heads: choose another folder, or pass --overwrite to replace them")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def check_tracker(name: str) -> None:
+    """Refuses a tracker whose package is not installed, before any work."""
+    import importlib.util
+
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise ValueError(f"--log-with {name}: the package is not installed; pip install 'medusa-heads[{name}]', or use --log-with none")
+
+
+def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
+    """Tokenised training rows, validation rows (or None) and the counts of the former.
+
+    Every process comes here; one prepares under a file lock, the others read its cache.
+    """
+    from datasets import concatenate_datasets
+    from filelock import FileLock
+    from transformers import AutoTokenizer
+
+    from train.tokenization import tokenize_dataset
+
+    cache = cache_dir() / "tokenized"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "prepare.lock"):
+        tokenizer = AutoTokenizer.from_pretrained(base_model.base_path(config.base), revision=config.revision)
+        rows, counts = tokenize_dataset(config.data, tokenizer, max_length=config.max_length, limit=config.limit, cache_dir=cache)
+        validation = []
+        if config.validation:
+            validation.append(tokenize_dataset(config.validation, tokenizer, max_length=config.max_length, cache_dir=cache)[0])
+    if config.held_out:
+        rows, held_out = split_by_id(rows, config.held_out)
+        validation.append(held_out)
+    return rows, concatenate_datasets(validation) if validation else None, counts
+
+
+def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
+    """Rows -> (training rows, held-out rows): those whose id has the lowest SHA-256 are held out, so
+    that the choice depends on nothing but the ids."""
+    if num_held_out >= len(rows):
+        raise ValueError(f"held_out: {num_held_out} of {len(rows)} conversations leaves none to train on")
+    hashes = [hashlib.sha256(row_id.encode()).hexdigest() for row_id in rows["id"]]
+    order = sorted(range(len(rows)), key=hashes.__getitem__)
+    return rows.select(sorted(order[num_held_out:])), rows.select(sorted(order[:num_held_out]))
+
+
+def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts: Any, output: Path) -> None:
+    """Measures on validation and writes the finished heads beside the checkpoints."""
+    import shutil
+
+    from train.evaluate import measure
+    from train.packing import PackedDataset
+
+    measured: dict[str, Any] = {}
+    held_out: list[str] = []
+    if validation_rows is not None:
+        rows = PackedDataset(validation_rows, pack_length=config.pack_length, num_heads=trainer.num_heads)
+        measured = measure(trainer.headed, rows).as_dict()
+        held_out = list(validation_rows["id"])
+        print(f"validation, expected acceptance length by nodes: {measured['acceptance_length']}")
+    card = model_card(
+        trainer.heads.config,
+        base_license=None,
+        data={"files": [Path(f).name for f in config.data], "counts": str(counts)},
+        recipe=config.schedule_dict(),
+        measured=measured,
+        validation_ids=held_out,
+    )
+    staging = output / "finished"
+    save_heads(trainer.heads, staging, card=card, measured=measured)
+    for path in sorted(staging.iterdir(), key=lambda p: p.name == "config.json"):  # config.json last: it marks the folder as whole
+        target = output / path.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.rename(target)
+    staging.rmdir()
+    print(f"heads written to {output}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,72 @@
+"""A chat template -> the token ids that precede each answer of a conversation, and those that precede a user's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from train.tokenization import check_template
+
+Message = dict[str, str]
+MARKER = "\ue000"  # a private-use character: stands for text that the template only copies
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurns:
+    """Renders conversations piece by piece, so that answers keep the very tokens the model produced.
+
+    Raises ValueError when the tokenizer has no chat template or it has no generation prompt.
+    """
+
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
+        check_template(self.tokenizer)
+
+    def pieces(self, turns: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """turns: the messages before each answer (system and user). Returns the token ids before the first
+        answer, then those between each answer and the next, the end of the answer's turn included.
+
+        Raises ValueError when the template refuses the messages.
+        """
+        messages: list[Message] = []
+        texts: list[str] = []
+        for turn in turns:
+            if messages:
+                messages.append({"role": "assistant", "content": MARKER})
+            messages.extend(turn)
+            text = self._render(messages)
+            texts.append(self._after_last_answer(text, len(texts)) if texts else text)
+        return [self._encode(text) for text in texts]
+
+    def before_user_text(self) -> tuple[list[int], int | None]:
+        """The token ids after which a user speaks, and the token that ends the user's turn (None if it is no token of its own)."""
+        before, found, after = self._render([{"role": "user", "content": MARKER}]).partition(MARKER)
+        if not found:
+            raise ValueError("the chat template does not print a user's message: the model cannot write prompts from it")
+        end = self._encode(after)[:1]
+        is_special = bool(end) and end[0] in self.tokenizer.added_tokens_decoder
+        return self._encode(before), end[0] if is_special else None
+
+    def _after_last_answer(self, text: str, num_answers: int) -> str:
+        parts = text.split(MARKER)
+        if len(parts) != num_answers + 1:
+            raise ValueError("the chat template does not print every earlier answer exactly once: only single-turn prompts can be answered")
+        return parts[-1]
+
+    def _render(self, messages: list[Message]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def join(ids: list[int], piece: list[int]) -> list[int]:
+    """Appends a piece to a conversation; an end-of-turn token that the model produced itself is not doubled."""
+    return ids + (piece[1:] if ids and piece and ids[-1] == piece[0] else piece)

@@ -1,0 +1,129 @@
+"""JSONL or JSONL.gz files -> conversations, checked; every error names its file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One row of data.
+
+    messages: dicts with `role` and `content`; may be empty when exact tokens are given.
+    input_ids: the exact token ids of the conversation as the base model saw and produced them.
+    assistant_spans: [start, end) indices into input_ids of the tokens the base model itself produced.
+    """
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    input_ids: tuple[int, ...] | None = None
+    assistant_spans: tuple[tuple[int, int], ...] | None = None
+
+
+def load_conversations(paths: Sequence[str | Path], *, limit: int | None = None) -> list[Conversation]:
+    """Reads all rows of all files in order, at most `limit` in total; blank lines are skipped.
+
+    Raises ValueError naming file and line for a row that is no conversation to train on, and for a
+    file that is missing, damaged or without a row.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}: it must be at least 1")
+    conversations: list[Conversation] = []
+    for path in map(Path, paths):
+        before = len(conversations)
+        for number, line in read_lines(path):
+            if len(conversations) == limit:
+                return conversations
+            conversations.append(parse_row(line, path=path, number=number))
+        if len(conversations) == before:
+            raise ValueError(f"{path} holds no row: expected one JSON object with `messages` per line")
+    return conversations
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The non-blank lines of a text file, gzipped if its name ends in .gz, with their numbers from 1."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}:{number}: not UTF-8 text ({error})") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}:{number + 1}: the gzip file is damaged or cut short ({error}); copy it again") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def parse_row(line: str, *, path: Path, number: int) -> Conversation:
+    """One JSON line -> a conversation. Raises ValueError with `<file>:<line>:` and the reason."""
+    where = f"{path}:{number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: broken JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object with `messages`, found {type(row).__name__}")
+    input_ids, spans = _exact_tokens(row, where)
+    messages = _messages(row, where, optional=input_ids is not None)
+    identity = row.get("id")
+    return Conversation(f"{path.name}:{number}" if identity is None else str(identity), messages, input_ids, spans)
+
+
+def _messages(row: dict[str, Any], where: str, *, optional: bool) -> tuple[dict[str, str], ...]:
+    messages = row.get("messages")
+    if messages is None:
+        if optional:
+            return ()
+        raise ValueError(f"{where}: no `messages`; expected a list of {{role, content}}")
+    if not isinstance(messages, list):
+        raise ValueError(f"{where}: `messages` is {type(messages).__name__}, not a list of {{role, content}}")
+    if not messages and not optional:
+        raise ValueError(f"{where}: empty conversation (`messages` is an empty list)")
+    checked = tuple(_message(message, f"{where}: message {index}") for index, message in enumerate(messages, start=1))
+    if not optional and all(message["role"] != "assistant" for message in checked):
+        raise ValueError(f"{where}: no assistant turn, so nothing to train on; let the base answer first with `medusa-heads regenerate`")
+    return checked
+
+
+def _message(message: Any, where: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise ValueError(f"{where} is {type(message).__name__}, not an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{where} has role {role!r}; known are {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f"{where} has a content of type {type(content).__name__}; only text (a string) can be used")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a surrogate pair ({error.reason}): the text was cut inside a character") from None
+    return {"role": role, "content": content}
+
+
+def _exact_tokens(row: dict[str, Any], where: str) -> tuple[tuple[int, ...] | None, tuple[tuple[int, int], ...] | None]:
+    ids, spans = row.get("input_ids"), row.get("assistant_spans")
+    if ids is None and spans is None:
+        return None, None
+    if ids is None or spans is None:
+        raise ValueError(f"{where}: `input_ids` and `assistant_spans` come together; one is missing")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise ValueError(f"{where}: `input_ids` must be a non-empty list of token ids")
+    position, checked = 0, []
+    for span in spans if isinstance(spans, list) else [spans]:
+        if not isinstance(span, list) or len(span) != 2 or not all(type(edge) is int for edge in span):
+            raise ValueError(f"{where}: `assistant_spans` must be a list of [start, end) token indices, found {span!r}")
+        if not position <= span[0] < span[1] <= len(ids):
+            raise ValueError(f"{where}: assistant span {span} is empty, out of order or outside the {len(ids)} tokens")
+        position = span[1]
+        checked.append((span[0], span[1]))
+    return tuple(ids), tuple(checked)

@@ -1,0 +1,93 @@
+"""Data files -> decoded training rows with the supervised tokens coloured, and counts per file."""
+
+# K heads
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from medusa_heads.base_model import base_path
+from train.packing import num_supervised_slots, slot_counts
+from train.tokenization import tokenize_dataset
+
+NUM_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectData:
+    """Print decoded training rows with their supervised tokens marked, and counts per file."""
+
+    data: tuple[Path, ...]
+    """JSONL or JSONL.gz files of conversations."""
+    base: str = "embedded"
+    """Base model whose tokenizer and chat template are used: `embedded`, a local folder or a hub id."""
+    num_rows: int = 3
+    """Rows to print of each file."""
+    max_length: int = 2048
+    """Conversations are cut to this many tokens."""
+
+    def run(self) -> None:
+        """Raises ValueError for unusable files and when a file has no supervised token."""
+        if not self.data:
+            raise ValueError("--data: name at least one JSONL file")
+        console = Console(soft_wrap=True, highlight=False)
+        tokenizer = load_tokenizer(self.base)
+        summary = []
+        for path in self.data:
+            rows, counts = tokenize_dataset([path], tokenizer, max_length=self.max_length)
+            for row in rows.select(range(min(self.num_rows, len(rows)))):
+                console.rule(Text(f"{path.name}  {row['id']}"), style="dim")
+                console.print(marked_text(row["input_ids"], row["assistant_mask"], tokenizer, colour=_shows_colour(console)))
+            per_slot = ", ".join(f"{k}: {count:,}" for k, count in enumerate(file_slot_counts(rows), start=1))
+            summary.append(f"{path}: {counts}; supervised positions per slot {per_slot}")
+        console.print("\n".join(summary), markup=False)
+
+
+def load_tokenizer(base: str) -> Any:
+    """The tokenizer of a base model, without its weights. Raises ValueError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(base_path(base))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--base {base!r}: its tokenizer could not be loaded: {error}") from error
+
+
+def marked_text(input_ids: list[int], assistant_mask: list[bool], tokenizer: Any, *, colour: bool) -> Text:
+    """The decoded row; supervised spans are coloured, or stand between [[ and ]]."""
+    text = Text()
+    for piece, supervised in decoded_spans(input_ids, assistant_mask, tokenizer):
+        text.append(f"[[{piece}]]" if supervised and not colour else piece, style="bold black on green" if supervised and colour else "")
+    return text
+
+
+def decoded_spans(input_ids: list[int], assistant_mask: list[bool], tokenizer: Any) -> Iterator[tuple[str, bool]]:
+    """Runs of equal mask with their text, cut out of the whole row's text: a tokenizer may treat
+    the first token of what it decodes in its own way."""
+    end, shown = 0, 0
+    for supervised, run in groupby(assistant_mask):
+        end += len(list(run))
+        text = tokenizer.decode(input_ids[:end])
+        yield text[shown:], supervised
+        shown = len(text)
+
+
+def file_slot_counts(rows: datasets.Dataset) -> list[int]:
+    """Supervised positions per slot over all rows, [K]."""
+    counts_K = torch.zeros(NUM_SLOTS, dtype=torch.long)
+    for mask in rows.with_format("numpy")["assistant_mask"]:
+        counts_K += slot_counts(num_supervised_slots(mask, NUM_SLOTS), NUM_SLOTS)
+    return counts_K.tolist()
+
+
+def _shows_colour(console: Console) -> bool:
+    return console.is_terminal and not console.no_color

@@ -1,0 +1,205 @@
+"""TrainConfig -> trained heads: the accelerate loop over accumulation windows."""
+
+# K heads
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from medusa_heads.fingerprint import weights_digest
+from medusa_heads.heads import MedusaHeads
+from train.batch import TrainBatch, window_counts
+from train.config import TrainConfig
+from train.headed_model import TOP, HeadedModel, HeadedOutput
+from train.packing import PackedDataset
+from train.run_state import checkpoint_folders, load_checkpoint, save_checkpoint
+from train.windows import WindowPlan, windows
+
+
+@dataclass(slots=True)
+class _Finished:
+    """A window whose numbers may still be on their way from the device."""
+
+    step: int
+    batches: list[TrainBatch]
+    outputs: list[HeadedOutput]
+    slot_counts: Tensor
+    grad_norms: Tensor
+
+
+class Trainer:
+    """Trains the heads of a HeadedModel. One instance runs one training run, from any step."""
+
+    def __init__(self, config: TrainConfig, model: HeadedModel, rows: PackedDataset, accelerator: Accelerator) -> None:
+        self.config, self.accelerator, self.rows = config, accelerator, rows
+        self.num_heads = model.heads.config.num_heads
+        self.plan = WindowPlan(
+            len(rows), config.batch_size, config.gradient_accumulation_steps, accelerator.num_processes, accelerator.process_index, config.seed
+        )
+        self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
+        optimizer = torch.optim.AdamW(
+            model.heads.parameters(),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=config.weight_decay,
+            fused=accelerator.device.type == "cuda",
+        )
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.headed: HeadedModel = accelerator.unwrap_model(self.model)
+        self.slot_weights = config.slot_decay ** torch.arange(self.num_heads, device=accelerator.device)
+        self.tokens_done = 0
+
+    @property
+    def heads(self) -> MedusaHeads:
+        return self.headed.heads
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the run it continues."""
+        content = hashlib.sha256(repr((len(self.rows), self.rows.content_key)).encode()).hexdigest()[:16]
+        return self.config.schedule_dict() | {
+            "num_processes": self.accelerator.num_processes,
+            "data_content": content,
+            "base_fingerprint": self.heads.config.base_fingerprint,
+            "num_steps": self.num_steps,
+        }
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then cosine to zero."""
+        warmup = max(1, round(self.config.warmup_ratio * self.num_steps))
+        if step < warmup:
+            return self.config.learning_rate * (step + 1) / warmup
+        progress = (step - warmup) / max(1, self.num_steps - warmup)
+        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def train(self) -> None:
+        """Runs from the newest checkpoint, or from the start, to the last step.
+
+        Raises ValueError when a loss is not finite, naming the conversation, and AssertionError when
+        the base changed or a head receives no gradient.
+        """
+        before = weights_digest(self.headed.base)
+        first_step = self._resume()
+        self.model.train()
+        bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
+        source = windows(
+            self.rows, self.plan, num_heads=self.num_heads, first_step=first_step, num_steps=self.num_steps, num_workers=self.config.num_workers
+        )
+        pending: _Finished | None = None
+        history: list[_Finished] = []
+        self.started = time.perf_counter()
+        for step, window in enumerate(source, start=first_step):
+            finished = self._step(step, window)
+            if step == first_step:
+                self._assert_every_head_learns(finished)
+            if pending is not None:
+                self._check_finite(pending)  # one step behind, so the device is never waited for
+            pending = finished
+            history.append(finished)
+            last = step + 1 == self.num_steps
+            if last or (step + 1) % self.config.log_every == 0:
+                self._log(history, bar)
+                history = []
+            if last or (step + 1) % self.config.save_every == 0:
+                self._check_finite(pending)
+                self._save(step + 1)
+            bar.update()
+        bar.close()
+        assert weights_digest(self.headed.base) == before, "the frozen base model changed during training"
+
+    def _resume(self) -> int:
+        folders = [] if self.config.overwrite else checkpoint_folders(Path(self.config.output_dir))
+        if not folders:
+            return 0
+        step = load_checkpoint(folders[-1], self.heads, self.optimizer.optimizer, self.identity())
+        self.accelerator.print(f"resuming from {folders[-1]} at step {step} of {self.num_steps}")
+        return step
+
+    def _save(self, step: int) -> None:
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            save_checkpoint(
+                Path(self.config.output_dir), step, self.heads, self.optimizer.optimizer, self.identity(), self.config.keep_checkpoints
+            )
+
+    def _step(self, step: int, window: list[TrainBatch]) -> _Finished:
+        """One optimizer step over an accumulation window.
+
+        Every slot's sum is divided by its own count over all processes and micro-batches; the count
+        is known before the first backward. Data parallelism averages gradients over processes,
+        which the factor num_processes undoes.
+        """
+        accelerator = self.accelerator
+        counts_K = accelerator.reduce(window_counts(window).to(accelerator.device), reduction="sum")
+        weights_K = self.slot_weights * accelerator.num_processes / counts_K.clamp(min=1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        outputs = []
+        for index, batch in enumerate(window):
+            synchronise = accelerator.no_sync(self.model) if index + 1 < len(window) else _nothing()
+            with synchronise, accelerator.autocast():
+                output = self.model(**batch.to(accelerator.device).tensors, slot_weights=weights_K)
+                accelerator.backward(output.loss)
+            output.loss = output.loss.detach()
+            outputs.append(output)
+        norms_K = torch.stack([_slot_norm(self.heads, k) for k in range(self.num_heads)])
+        accelerator.clip_grad_norm_(self.heads.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return _Finished(step, window, outputs, counts_K, norms_K)
+
+    def _assert_every_head_learns(self, finished: _Finished) -> None:
+        silent = [k + 1 for k, (norm, n) in enumerate(zip(finished.grad_norms.tolist(), finished.slot_counts.tolist(), strict=True)) if n and not norm > 0]
+        self._check_finite(finished)
+        assert not silent, f"heads {silent} received no gradient in the first step"
+
+    def _check_finite(self, finished: _Finished) -> None:
+        for batch, output in zip(finished.batches, finished.outputs, strict=True):
+            if (pair := int(output.first_bad_pair)) >= 0:
+                raise ValueError(
+                    f"the loss is not finite at step {finished.step + 1}, in conversation {batch.conversation_of_pair(pair)!r}, head "
+                    f"{int(batch.tensors['pair_slot'][pair]) + 1}. The last checkpoint in {self.config.output_dir}/checkpoints is good: "
+                    "lower learning_rate, or remove the conversation from the data"
+                )
+
+    def _log(self, history: list[_Finished], bar: Any) -> None:
+        """Means over the steps since the last log line, over all processes."""
+        sums = sum((torch.cat([o.slot_loss_K[:, None], o.slot_hits_KT], 1) for f in history for o in f.outputs), torch.zeros((), device=self.accelerator.device))
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        counts = torch.stack([f.slot_counts for f in history]).sum(0).clamp(min=1)
+        per_slot = (sums / counts[:, None]).tolist()
+        self.tokens_done += int(counts[0])
+        figures = {"loss": sum(row[0] * w for row, w in zip(per_slot, self.slot_weights.tolist(), strict=True))}
+        figures |= {"learning_rate": self.learning_rate(history[-1].step), "response_tokens_per_second": self.tokens_done / (time.perf_counter() - self.started)}
+        for k, (loss, *hits) in enumerate(per_slot, start=1):
+            figures |= {f"slot{k}/loss": loss, f"slot{k}/grad_norm": history[-1].grad_norms[k - 1].item()}
+            figures |= {f"slot{k}/top{n}": hit for n, hit in zip(TOP, hits, strict=True)}
+        self.accelerator.log(figures, step=history[-1].step + 1)
+        bar.set_postfix_str(
+            f"loss {figures['loss']:.3f} top1 {' '.join(f'{row[1]:.2f}' for row in per_slot)} {figures['response_tokens_per_second']:.0f} tok/s"
+        )
+
+
+def _slot_norm(heads: MedusaHeads, slot: int) -> Tensor:
+    """The gradient norm of one head's parameters."""
+    parts = []
+    for name, parameter in heads.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad[slot] if name == "lm_head" else parameter.grad[:, slot]
+            parts.append(gradient.float().norm())
+    return torch.stack(parts).norm()
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *details: object) -> None: ...

@@ -1,0 +1,97 @@
+"""Packed rows -> accumulation windows: which rows each process reads at each optimizer step.
+
+The global order depends on the seed and the epoch alone, and a step's rows are dealt out to
+processes and micro-batches, so one process with eight micro-batches and eight with one see the same
+steps. Any step can be reached directly, which is what makes a resumed run the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from train.batch import TrainBatch, make_batch
+from train.packing import PackedDataset, collate, empty_pack
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """How num_rows packed rows are dealt out. A short last window is filled with empty packs."""
+
+    num_rows: int
+    batch_size: int
+    accumulation: int
+    num_processes: int
+    process_index: int
+    seed: int
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.accumulation * self.num_processes
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_rows // self.rows_per_step)
+
+    def micro_batches(self, step: int) -> list[list[int]]:
+        """Row indices of this process's micro-batches at `step`; -1 stands for an empty pack."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(self.num_rows, generator=generator).tolist()
+        rows = order[within * self.rows_per_step : (within + 1) * self.rows_per_step]
+        rows += [-1] * (self.rows_per_step - len(rows))
+        size = self.batch_size
+        starts = [(m * self.num_processes + self.process_index) * size for m in range(self.accumulation)]
+        return [rows[start : start + size] for start in starts]
+
+
+class _Batches:
+    """The batch sampler of the data loader: micro-batches from a first step on."""
+
+    def __init__(self, plan: WindowPlan, first_step: int, num_steps: int) -> None:
+        self.plan, self.first_step, self.num_steps = plan, first_step, num_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first_step, self.num_steps):
+            yield from self.plan.micro_batches(step)
+
+    def __len__(self) -> int:
+        return (self.num_steps - self.first_step) * self.plan.accumulation
+
+
+class _WithEmptyPacks(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self, rows: PackedDataset) -> None:
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index] if index >= 0 else empty_pack()
+
+
+class _Collate:
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+
+    def __call__(self, items: list[dict[str, Any]]) -> TrainBatch:
+        return make_batch(collate(items), self.num_heads)
+
+
+def windows(rows: PackedDataset, plan: WindowPlan, *, num_heads: int, first_step: int, num_steps: int, num_workers: int) -> Iterator[list[TrainBatch]]:
+    """Accumulation windows of this process from `first_step` on, loaded ahead by workers."""
+    loader: DataLoader[Any] = DataLoader(
+        _WithEmptyPacks(rows),
+        batch_sampler=_Batches(plan, first_step, num_steps),  # type: ignore[arg-type]
+        collate_fn=_Collate(num_heads),
+        num_workers=num_workers,
+        prefetch_factor=4 if num_workers else None,
+        persistent_workers=False,
+    )
+    window: list[TrainBatch] = []
+    for batch in loader:
+        window.append(batch)
+        if len(window) == plan.accumulation:
+            yield window
+            window = []
