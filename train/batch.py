@@ -40,12 +40,15 @@ class TrainBatch:
     def pin(self) -> TrainBatch:
         return TrainBatch({name: t.pin_memory() for name, t in self.tensors.items()}, self.slot_counts, self.row_ids)
 
-    def conversation_of_pair(self, pair: int) -> str:
-        """The id of the conversation that a (position, slot) pair comes from."""
+    def row_of_pair(self, pair: int) -> int:
+        """The packed row that a (position, slot) pair lies in."""
         flat = int(self.tensors["positions"][self.tensors["pair_position"][pair]])
-        row, column = divmod(flat, self.tensors["input_ids"].shape[1])
-        document = int(self.tensors["document_ids"][row, column])
-        return self.row_ids[row][document - 1]
+        return flat // self.tensors["input_ids"].shape[1]
+
+    def documents_of_row(self, row: int) -> list[tuple[str, Tensor]]:
+        """(conversation id, token ids) of every document in a packed row, in order."""
+        ids, documents = self.tensors["input_ids"][row], self.tensors["document_ids"][row]
+        return [(name, ids[documents == number]) for number, name in enumerate(self.row_ids[row], start=1)]
 
 
 def make_batch(packed: PackedBatch, num_heads: int) -> TrainBatch:

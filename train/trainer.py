@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from medusa_heads import base_model
 from medusa_heads.fingerprint import weights_digest
 from medusa_heads.heads import MedusaHeads
 from train.batch import TrainBatch, window_counts
@@ -166,10 +167,21 @@ class Trainer:
         for batch, output in zip(finished.batches, finished.outputs, strict=True):
             if (pair := int(output.first_bad_pair)) >= 0:
                 raise ValueError(
-                    f"the loss is not finite at step {finished.step + 1}, in conversation {batch.conversation_of_pair(pair)!r}, head "
+                    f"the loss is not finite at step {finished.step + 1}, {self._culprit(batch, pair)}, head "
                     f"{int(batch.tensors['pair_slot'][pair]) + 1}. The last checkpoint in {self.config.output_dir}/checkpoints is good: "
                     "lower learning_rate, or remove the conversation from the data"
                 )
+
+    @torch.no_grad()
+    def _culprit(self, batch: TrainBatch, pair: int) -> str:
+        """Which conversation broke the loss. One that is not finite spoils its whole packed row through
+        the masked half of attention (0 x NaN), so each is tried on its own."""
+        documents = batch.documents_of_row(batch.row_of_pair(pair))
+        for name, ids in documents:
+            hidden = base_model.forward_hidden(self.headed.base, ids[None].to(self.accelerator.device))
+            if not hidden.isfinite().all():
+                return f"in conversation {name!r} (the base model's own hidden states are not finite)"
+        return f"in a row of conversations {', '.join(repr(name) for name, _ in documents)}"
 
     def _log(self, history: list[_Finished], bar: Any) -> None:
         """Means over the steps since the last log line, over all processes."""
