@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,11 @@ class Trainer:
         assert weights_digest(self.headed.base) == before, "the frozen base model changed during training"
 
     def _resume(self) -> int:
-        folders = [] if self.config.overwrite else checkpoint_folders(Path(self.config.output_dir))
+        output = Path(self.config.output_dir)
+        if self.config.overwrite and self.accelerator.is_main_process:
+            shutil.rmtree(output / "checkpoints", ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        folders = checkpoint_folders(output)
         if not folders:
             return 0
         step = load_checkpoint(folders[-1], self.heads, self.optimizer.optimizer, self.identity())
