@@ -10,7 +10,7 @@ from typing import Any
 
 from infer.acceptance_stats import AcceptanceStats
 from infer.generate import Generator
-from infer.loading import Dtype, load_model, pick_drafter
+from infer.loading import Dtype, load_generator
 from infer.prompts import encode_chat
 
 
@@ -43,8 +43,7 @@ class Generate:
         prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
         if not prompt.strip():
             raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
-        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
-        generator = Generator(model, pick_drafter(self.base, self.heads, model, self.tree), tokenizer=tokenizer)
+        generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
         answer = stream(generator, ids, max_new_tokens=self.max_new_tokens, stop=self.stop)
         if self.show_stats:
@@ -73,8 +72,7 @@ class Chat:
     """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
 
     def run(self) -> None:
-        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
-        generator = Generator(model, pick_drafter(self.base, self.heads, model, self.tree), tokenizer=tokenizer)
+        generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         messages = system_message(self.system)
         if sys.stdin.isatty():
             print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)

@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from infer.auto_tree import choose_tree
-from infer.drafters import Drafter, NoDrafter
+from infer.drafters import NoDrafter
 from infer.drafters.heads import HeadsDrafter
+from infer.engine.packed_linear import fastest_copy
+from infer.generate import Generator
 from infer.tree import Tree
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
@@ -28,8 +30,8 @@ class LoadedHeads:
     tree: Tree | BeamTree
     curve: list[dict[str, Any]]
 
-    def drafter(self, model: PreTrainedModel) -> HeadsDrafter:
-        return HeadsDrafter(model, self.checkpoint.heads, self.tree)
+    def drafter(self, engine: PreTrainedModel) -> HeadsDrafter:
+        return HeadsDrafter(engine, self.checkpoint.heads, self.tree)
 
 
 def pick_device(name: str) -> torch.device:
@@ -59,17 +61,23 @@ def default_heads(base: str, heads: str | None) -> str:
     raise ValueError(f"--heads is needed for --base {base}: give a folder of heads trained for it, or `{NO_HEADS}` for plain decoding")
 
 
-def load_with_tree(name: str, model: PreTrainedModel, tree: str, *, batch_size: int = 1) -> LoadedHeads:
-    """Heads and the tree of a `--tree` argument, measured on this machine when it is `auto`."""
-    checkpoint = load_heads(name, model)
+def load_with_tree(name: str, model: PreTrainedModel, tree: str, *, engine: PreTrainedModel, batch_size: int = 1) -> LoadedHeads:
+    """Heads and the tree of a `--tree` argument, measured on this machine when it is `auto`.
+
+    model: what the heads are checked against; engine: what decodes, `model` or a faster copy of it.
+    """
+    checkpoint = load_heads(name, model, dtype=engine.dtype)
     parsed = parse_tree(tree, checkpoint)
     if parsed is not None:
         return LoadedHeads(checkpoint, parsed, [])
-    choice = choose_tree(model, checkpoint, batch_size=batch_size)
+    choice = choose_tree(engine, checkpoint, batch_size=batch_size)
     return LoadedHeads(checkpoint, choice.tree, choice.curve)
 
 
-def pick_drafter(base: str, heads: str | None, model: PreTrainedModel, tree: str) -> Drafter:
-    """The drafter of a single conversation: heads, or none with `--heads none`."""
+def load_generator(base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str) -> tuple[Generator, Any]:
+    """A generator for single conversations, with heads or (`--heads none`) without, and the tokenizer."""
+    model, tokenizer = load_model(base, dtype=dtype, device=device)
+    engine = fastest_copy(model)
     name = default_heads(base, heads)
-    return NoDrafter() if name == NO_HEADS else load_with_tree(name, model, tree).drafter(model)
+    drafter = NoDrafter() if name == NO_HEADS else load_with_tree(name, model, tree, engine=engine).drafter(engine)
+    return Generator(engine, drafter, tokenizer=tokenizer), tokenizer

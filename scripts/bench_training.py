@@ -61,7 +61,11 @@ class BenchTraining:
             found["speed_ratio"] = found["ours"]["tokens_per_second"] / found["all_logits"]["tokens_per_second"]
             if device.type == "cuda":
                 found["memory_ratio"] = found["ours"]["peak_bytes"] / found["all_logits"]["peak_bytes"]
-        hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        hardware = (
+            torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        )
         settings = {"rows": self.rows, "length": self.length, "num_heads": self.num_heads, "steps": self.steps, "dtype": str(dtype)}
         print(json.dumps({"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit(), **found}))
 
@@ -88,7 +92,12 @@ class BenchTraining:
         _wait(device)
         seconds = (time.perf_counter() - start) / self.steps
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"seconds_per_step": seconds, "tokens_per_second": self.rows * self.length / seconds, "peak_bytes": peak, "loss": float(loss)}
+        return {
+            "seconds_per_step": seconds,
+            "tokens_per_second": self.rows * self.length / seconds,
+            "peak_bytes": peak,
+            "loss": float(loss),
+        }
 
 
 def ours(headed: HeadedModel, packed: PackedBatch) -> Tensor:

@@ -55,9 +55,7 @@ def run(config: TrainConfig) -> Path:
         step_scheduler_with_optimizer=False,
     )
     set_seed(config.seed)
-    model, _ = base_model.load_base(
-        config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision
-    )
+    model, _ = base_model.load_base(config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision)
     if config.init_heads:
         heads = load_heads(config.init_heads, model, dtype=torch.float32).heads
         heads.config = replace(heads.config, base_model=config.base, base_revision=config.revision)

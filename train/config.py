@@ -110,7 +110,17 @@ class TrainConfig:
 
     def schedule_dict(self) -> dict[str, Any]:
         """The options a resumed run must share with the one it continues."""
-        free = {"output_dir", "save_every", "keep_checkpoints", "log_every", "log_with", "project", "num_workers", "overwrite", "validation"}
+        free = {
+            "output_dir",
+            "save_every",
+            "keep_checkpoints",
+            "log_every",
+            "log_with",
+            "project",
+            "num_workers",
+            "overwrite",
+            "validation",
+        }
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
 
 
@@ -132,8 +142,8 @@ def yaml_arguments(path: str | Path) -> list[str]:
         raise ValueError(f"--config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected `option: value` lines")
-    if error := unknown_keys_error(values, [f.name for f in dataclasses.fields(TrainConfig)], where=f"--config {path}"):
-        raise ValueError(error)
+    if problem := unknown_keys_error(values, [f.name for f in dataclasses.fields(TrainConfig)], where=f"--config {path}"):
+        raise ValueError(problem)
     arguments: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")

@@ -90,10 +90,11 @@ class HeadedModel(nn.Module):
         if self.heads.lm_head is None:
             weight_VD, bias_V = base_model.lm_head_parameters(self.base)
             return chunked_cross_entropy(states_ND, weight_VD, targets_N, weights_N, bias_V=bias_V, transform=self.transform)
-        parts = []  # pairs are listed slot by slot
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        start = 0
         for k, count in enumerate(torch.bincount(pair_slot_N, minlength=self.heads.config.num_heads).tolist()):
-            start = sum(len(p[1]) for p in parts)
-            part = slice(start, start + count)
+            part = slice(start, start + count)  # pairs are listed slot by slot
+            start += count
             parts.append(chunked_cross_entropy(states_ND[part], self.heads.lm_head[k], targets_N[part], weights_N[part]))
         losses, per_pair, ranks = zip(*parts, strict=True)
         return torch.stack(losses).sum(), torch.cat(per_pair), torch.cat(ranks)

@@ -28,7 +28,13 @@ def chunk_rows(device: torch.device, vocab_size: int) -> int:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor, transform: Transform | None
+        ctx: Any,
+        states_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        transform: Transform | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         losses_N = torch.empty(len(states_ND), dtype=torch.float32, device=states_ND.device)
         ranks_N = torch.empty(len(states_ND), dtype=torch.long, device=states_ND.device)

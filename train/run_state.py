@@ -23,7 +23,9 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
     return sorted((f for f in folders if (f / "run.json").is_file()), key=lambda f: int(f.name.split("-")[1]))
 
 
-def save_checkpoint(output_dir: Path, step: int, heads: MedusaHeads, optimizer: torch.optim.Optimizer, identity: dict[str, Any], keep: int) -> None:
+def save_checkpoint(
+    output_dir: Path, step: int, heads: MedusaHeads, optimizer: torch.optim.Optimizer, identity: dict[str, Any], keep: int
+) -> None:
     """Writes checkpoints/step-<step> and deletes all but the newest `keep`."""
     with replacing_folder(output_dir / "checkpoints" / f"step-{step}") as work:
         torch.save({"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, work / "state.pt")

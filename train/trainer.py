@@ -46,7 +46,12 @@ class Trainer:
         self.config, self.accelerator, self.rows = config, accelerator, rows
         self.num_heads = model.heads.config.num_heads
         self.plan = WindowPlan(
-            len(rows), config.batch_size, config.gradient_accumulation_steps, accelerator.num_processes, accelerator.process_index, config.seed
+            len(rows),
+            config.batch_size,
+            config.gradient_accumulation_steps,
+            accelerator.num_processes,
+            accelerator.process_index,
+            config.seed,
         )
         self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
         optimizer = torch.optim.AdamW(
@@ -94,7 +99,12 @@ class Trainer:
         self.model.train()
         bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
         source = windows(
-            self.rows, self.plan, num_heads=self.num_heads, first_step=first_step, num_steps=self.num_steps, num_workers=self.config.num_workers
+            self.rows,
+            self.plan,
+            num_heads=self.num_heads,
+            first_step=first_step,
+            num_steps=self.num_steps,
+            num_workers=self.config.num_workers,
         )
         pending: _Finished | None = None
         history: list[_Finished] = []
@@ -164,7 +174,8 @@ class Trainer:
         return _Finished(step, window, outputs, counts_K, norms_K)
 
     def _assert_every_head_learns(self, finished: _Finished) -> None:
-        silent = [k + 1 for k, (norm, n) in enumerate(zip(finished.grad_norms.tolist(), finished.slot_counts.tolist(), strict=True)) if n and not norm > 0]
+        learned = zip(finished.grad_norms.tolist(), finished.slot_counts.tolist(), strict=True)
+        silent = [k for k, (norm, count) in enumerate(learned, start=1) if count and not norm > 0]
         self._check_finite(finished)
         assert not silent, f"heads {silent} received no gradient in the first step"
 
@@ -190,20 +201,22 @@ class Trainer:
 
     def _log(self, history: list[_Finished], bar: Any) -> None:
         """Means over the steps since the last log line, over all processes."""
-        sums = sum((torch.cat([o.slot_loss_K[:, None], o.slot_hits_KT], 1) for f in history for o in f.outputs), torch.zeros((), device=self.accelerator.device))
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        counts = torch.stack([f.slot_counts for f in history]).sum(0).clamp(min=1)
-        per_slot = (sums / counts[:, None]).tolist()
-        self.tokens_done += int(counts[0])
+        outputs = [output for finished in history for output in finished.outputs]
+        sums_KX = torch.stack([torch.cat([o.slot_loss_K[:, None], o.slot_hits_KT], 1) for o in outputs]).sum(0)
+        counts_K = torch.stack([finished.slot_counts for finished in history]).sum(0)
+        per_slot = (self.accelerator.reduce(sums_KX, reduction="sum") / counts_K.clamp(min=1)[:, None]).tolist()
+        self.tokens_done += int(counts_K[0])
         figures = {"loss": sum(row[0] * w for row, w in zip(per_slot, self.slot_weights.tolist(), strict=True))}
-        figures |= {"learning_rate": self.learning_rate(history[-1].step), "response_tokens_per_second": self.tokens_done / (time.perf_counter() - self.started)}
+        figures |= {
+            "learning_rate": self.learning_rate(history[-1].step),
+            "response_tokens_per_second": self.tokens_done / (time.perf_counter() - self.started),
+        }
         for k, (loss, *hits) in enumerate(per_slot, start=1):
             figures |= {f"slot{k}/loss": loss, f"slot{k}/grad_norm": history[-1].grad_norms[k - 1].item()}
             figures |= {f"slot{k}/top{n}": hit for n, hit in zip(TOP, hits, strict=True)}
         self.accelerator.log(figures, step=history[-1].step + 1)
-        bar.set_postfix_str(
-            f"loss {figures['loss']:.3f} top1 {' '.join(f'{row[1]:.2f}' for row in per_slot)} {figures['response_tokens_per_second']:.0f} tok/s"
-        )
+        top1 = " ".join(f"{row[1]:.2f}" for row in per_slot)
+        bar.set_postfix_str(f"loss {figures['loss']:.3f} top1 {top1} {figures['response_tokens_per_second']:.0f} tok/s")
 
 
 def _slot_norm(heads: MedusaHeads, slot: int) -> Tensor:

@@ -79,7 +79,9 @@ class _Collate:
         return make_batch(collate(items), self.num_heads)
 
 
-def windows(rows: PackedDataset, plan: WindowPlan, *, num_heads: int, first_step: int, num_steps: int, num_workers: int) -> Iterator[list[TrainBatch]]:
+def windows(
+    rows: PackedDataset, plan: WindowPlan, *, num_heads: int, first_step: int, num_steps: int, num_workers: int
+) -> Iterator[list[TrainBatch]]:
     """Accumulation windows of this process from `first_step` on, loaded ahead by workers."""
     loader: DataLoader[Any] = DataLoader(
         _WithEmptyPacks(rows),

@@ -17,6 +17,7 @@ from infer.generate import Generator
 from infer.kv_cache import KVCache
 from infer.tree import Tree, build_tree, chain
 from infer.tree_spec import BeamTree
+from medusa_heads import base_model
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
 from tests.infer.scripted_drafter import ScriptedDrafter
@@ -103,6 +104,29 @@ def test_drafts_of_any_quality_give_the_base_models_tokens(family: str, right: f
             assert generation.runs == [1, 5, 5, 5, 5, 3] and generation.stats.accepted_at_depth == [5, 5, 5, 5]
         elif right == 0.0:
             assert generation.runs == [1] * NEW and generation.stats.mean_acceptance_length == 1.0
+
+
+class WatchedHidden(ScriptedDrafter):
+    """Checks the hidden state it is given against a plain forward over the text before the root."""
+
+    def __init__(self, model: PreTrainedModel, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__(answers, right=0.8)
+        self.model, self.num_checked = model, 0
+
+    def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
+        for text, answer, hidden_D in zip(texts, self.answers, hidden_BD, strict=True):
+            if len(text) < len(answer):  # the row runs
+                plain_D = base_model.forward_hidden(self.model, torch.tensor([text[:-1]]))[0, -1]
+                torch.testing.assert_close(hidden_D, plain_D, rtol=1e-4, atol=1e-4)
+                self.num_checked += 1
+        return super().propose(root_B, hidden_BD, texts)
+
+
+def test_drafters_get_the_hidden_state_of_the_token_before_the_root() -> None:
+    model, texts = tiny_model("llama"), prompts()
+    answers = answers_of(model, texts)
+    drafter = WatchedHidden(model, [text + answer for text, answer in zip(texts, answers, strict=True)])
+    assert tokens(model, drafter, texts) == answers and drafter.num_checked > 10
 
 
 def wrong_positions(model: PreTrainedModel, candidates: Candidates, cache: KVCache) -> tuple[Tensor, Tensor]:

@@ -17,12 +17,14 @@ from infer.tree import build_tree
 from infer.tree_forward import prefill, tree_forward
 from infer.tree_support import check_tree_support
 from medusa_heads import base_model
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
 
 EXACT = 2e-5  # of the largest value; float32 sums in another order
 BACKENDS = [(family, None) for family in FAMILIES] + [(f, "eager") for f in FAMILIES if f != "gemma2"]
-LENGTHS = (13, 5, 21)  # around the window of 8
+LENGTHS = (13, 5, 19)  # around the window of 8
 STATIC = build_tree([[0], [1], [3], [0, 0], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 5], [0, 0, 1, 0]])
+# A path longer than the window, with a sibling before every node of it, so that depth and index part.
+DEEP = build_tree([path for d in range(WINDOW + 3) for path in ([1] * d + [0], [1] * (d + 1))])
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -32,9 +34,11 @@ def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]
 
 def random_draft(kind: str, batch: int, seed: int) -> Candidates:
     generator = torch.Generator().manual_seed(seed)
-    logits_BKV = torch.randn(batch, 4, VOCAB_SIZE, generator=generator)
+    logits_BKV = torch.randn(batch, WINDOW + 3, VOCAB_SIZE, generator=generator)
     root_B = torch.randint(0, VOCAB_SIZE, (batch,), generator=generator)
-    return static_candidates(root_B, logits_BKV, STATIC) if kind == "static" else beam_candidates(root_B, logits_BKV, 24, 6)
+    if kind == "beam":
+        return beam_candidates(root_B, logits_BKV[:, :4], 24, 6)
+    return static_candidates(root_B, logits_BKV, DEEP if kind == "deep" else STATIC)
 
 
 def path_to(candidates: Candidates, row: int, node: int) -> list[int]:
@@ -74,7 +78,7 @@ def accept_some(candidates: Candidates, cache: KVCache, texts: list[list[int]], 
 
 @torch.inference_mode()
 @pytest.mark.compat
-@pytest.mark.parametrize("kind", ["static", "beam"])
+@pytest.mark.parametrize("kind", ["static", "beam", "deep"])
 @pytest.mark.parametrize(("family", "attention"), BACKENDS)
 def test_tree_equals_paths_over_several_steps(family: str, attention: str | None, kind: str) -> None:
     model, texts = tiny_model(family, attention=attention), prompts()

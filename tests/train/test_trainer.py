@@ -72,7 +72,11 @@ def launch(tmp_path: Path, name: str, num_processes: int, **options: int) -> dic
     pairs = [f"{key}={value}" for key, value in options.items()]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, "tests.train.training_runs", str(out), str(tmp_path / name), *pairs], env=environment, capture_output=True, text=True, timeout=180
+        [*command, "tests.train.training_runs", str(out), str(tmp_path / name), *pairs],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert run.returncode == 0, run.stderr
     return torch.load(out)
@@ -160,7 +164,7 @@ def test_changed_base_is_caught(tmp_path: Path) -> None:
         next(trainer.headed.base.parameters()).data[0, 0] += 1e-3
         return real(*args)
 
-    trainer._step = step  # type: ignore[method-assign]
+    trainer._step = step  # type: ignore[method-assign,assignment]
     with pytest.raises(AssertionError, match="base model changed"):
         trainer.train()
 
@@ -168,7 +172,7 @@ def test_changed_base_is_caught(tmp_path: Path) -> None:
 def test_silent_head_is_caught(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     real = trainer.headed.heads.draft_states
-    trainer.headed.heads.draft_states = lambda h: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign]
+    trainer.headed.heads.draft_states = lambda h: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign,assignment]
     with pytest.raises(AssertionError, match=r"heads \[3\] received no gradient"):
         trainer.train()
 
@@ -181,7 +185,8 @@ def test_nan_names_the_conversation_and_keeps_the_checkpoint(tmp_path: Path) -> 
     ids[5][-4] = victim
     data = data.remove_columns("input_ids").add_column("input_ids", ids)  # type: ignore[call-arg]
     trainer = make_trainer(tmp_path, save_every=2, batch_size=1, dataset=data)
-    trainer.headed.base.get_input_embeddings().weight.data[victim] = float("nan")
+    embeddings = trainer.headed.base.get_input_embeddings()
+    embeddings.weight.data[victim] = float("nan")  # type: ignore[index,operator,union-attr]
     with pytest.raises(ValueError, match="conversation-5"):
         trainer.train()
     for folder in checkpoint_folders(tmp_path):

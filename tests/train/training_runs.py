@@ -56,7 +56,7 @@ def result(trainer: Trainer) -> dict[str, Any]:
 
 
 def main(out: str, folder: str, *pairs: str) -> None:
-    options = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
+    options: dict[str, Any] = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
     trainer = make_trainer(Path(folder), **options)
     trainer.train()
     if trainer.accelerator.is_main_process:

@@ -1,0 +1,56 @@
+"""Packed linear layers: the same function up to float16 weights, on a copy, chosen only where faster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.drafters.heads import HeadsDrafter
+from infer.engine import packed_linear
+from infer.engine.packed_linear import can_pack, fastest_copy, is_packed, packed_copy
+from infer.generate import Generator
+from infer.tree_spec import BeamTree
+from medusa_heads import base_model
+from tests.random_heads import random_heads
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_packed_copy_computes_the_same_logits(family: str) -> None:
+    model = tiny_model(family).to(torch.bfloat16)
+    exact = tiny_model(family).to(torch.bfloat16).float()
+    packed = packed_copy(model)
+    ids = torch.randint(3, 300, (2, 9))
+    found = base_model.compute_logits(packed, base_model.forward_hidden(packed, ids))
+    expected = base_model.compute_logits(exact, base_model.forward_hidden(exact, ids))
+    assert is_packed(packed) and not is_packed(model) and model.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_decoding_with_heads_equals_packed_plain_decoding() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    packed = packed_copy(model)
+    heads = random_heads(model, num_heads=3, num_layers=1).to(packed.dtype)
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    plain = Generator(packed).generate(prompts, max_new_tokens=24)
+    drafted = Generator(packed, HeadsDrafter(packed, heads, BeamTree(8))).generate(prompts, max_new_tokens=24)
+    assert [g.token_ids for g in plain] == [g.token_ids for g in drafted]
+
+
+def test_float32_and_overflowing_weights_are_not_packed() -> None:
+    assert not can_pack(tiny_model("llama"))
+    model = tiny_model("llama").to(torch.bfloat16)
+    assert can_pack(model)
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
+    assert not can_pack(model)
+
+
+@pytest.mark.parametrize("packed_is_faster", [True, False])
+def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, packed_is_faster: bool) -> None:
+    monkeypatch.setattr(packed_linear, "step_seconds", lambda model, n: 1.0 if is_packed(model) == packed_is_faster else 2.0)
+    model = tiny_model("llama").to(torch.bfloat16)
+    chosen = fastest_copy(model)
+    assert is_packed(chosen) == packed_is_faster
+    assert packed_is_faster or chosen is model
