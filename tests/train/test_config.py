@@ -1,0 +1,119 @@
+"""Options of a training run: YAML, then flags; every shipped YAML loads, every mistake names its fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from train.config import TrainConfig, parse_config, yaml_arguments
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TRAIN_FILES = sorted((CONFIGS / "train").glob("*.yaml"))
+ACCELERATE_FILES = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "run.yaml").write_text(text)
+    return str(folder / "run.yaml")
+
+
+def test_there_are_shipped_files() -> None:
+    assert TRAIN_FILES and ACCELERATE_FILES
+
+
+@pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: path.name)
+def test_every_shipped_training_file_means_what_it_says(path: Path) -> None:
+    config = parse_config(["--config", str(path)])
+    for name, value in yaml.safe_load(path.read_text()).items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("path", ACCELERATE_FILES, ids=lambda path: path.name)
+def test_every_shipped_accelerate_file_loads(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert config.num_processes == yaml.safe_load(path.read_text())["num_processes"]
+
+
+def test_defaults_hold_where_nothing_is_said(tmp_path: Path) -> None:
+    file = write(tmp_path, "output_dir: out\ndata: [a.jsonl]\n")
+    assert parse_config(["--config", file]) == TrainConfig(output_dir="out", data=["a.jsonl"])
+
+
+FLAGS = ["--data", "c.jsonl", "--seed", "7", "--no-own-lm-head"]
+
+
+@pytest.mark.parametrize("flags_first", [True, False])
+@pytest.mark.parametrize(
+    "flags", [FLAGS, ["--no-own-lm-head", "--seed=7", "--data", "c.jsonl"], ["--seed", "7", "--no-own_lm_head", "--data=c.jsonl"]]
+)
+def test_flags_win_over_the_file_in_any_order(tmp_path: Path, flags: list[str], flags_first: bool) -> None:
+    file = ["--config", write(tmp_path, "output_dir: out\ndata: [a.jsonl, b.jsonl]\nown_lm_head: true\nseed: 3\nepochs: 2\n")]
+    config = parse_config(flags + file if flags_first else file + flags)
+    assert (config.data, config.seed, config.own_lm_head, config.epochs) == (["c.jsonl"], 7, False, 2)
+
+
+def test_a_list_flag_may_hold_several_values(tmp_path: Path) -> None:
+    file = write(tmp_path, "output_dir: out\ndata: [a.jsonl]\n")
+    assert parse_config(["--data", "x.jsonl", "y.jsonl", "--config", file]).data == ["x.jsonl", "y.jsonl"]
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_bool_options_can_be_set_either_way(tmp_path: Path, value: str) -> None:
+    file = write(tmp_path, f"output_dir: out\ndata: [a.jsonl]\nown_lm_head: {value}\n")
+    assert parse_config(["--config", file]).own_lm_head is (value == "true")
+    assert parse_config(["--config", file, "--own-lm-head"]).own_lm_head
+    assert not parse_config(["--config", file, "--no-own-lm-head"]).own_lm_head
+
+
+def test_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
+    file = write(tmp_path, "output_dir: out\ndata: [a.jsonl]\nlearning_rate: 5e-4\n")
+    assert parse_config(["--config", file]).learning_rate == 5e-4
+
+
+def test_none_takes_back_what_the_file_sets(tmp_path: Path) -> None:
+    file = write(tmp_path, "output_dir: out\ndata: [a.jsonl]\ninit_heads: pretrained\nlimit: null\n")
+    assert parse_config(["--config", file]).init_heads == "pretrained"
+    assert parse_config(["--config", file, "--init-heads", "None"]).init_heads is None
+    assert parse_config(["--config", file]).limit is None
+
+
+def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
+    first = write(tmp_path, "output_dir: out\ndata: [a.jsonl]\nseed: 1\n")
+    (tmp_path / "second.yaml").write_text("seed: 2\n")
+    assert parse_config(["--config", first, "--config", str(tmp_path / "second.yaml")]).seed == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1", "learning_rat.*did you mean 'learning_rate'"),
+        ("- a\n- b", "expected `option: value` lines"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        yaml_arguments(write(tmp_path, text))
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--config nowhere.yaml: no such file"):
+        parse_config(["--config", "nowhere.yaml"])
+    with pytest.raises(ValueError, match="--config needs a file name"):
+        parse_config(["--config"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_heads", 0), ("epochs", 0), ("max_steps", 0), ("held_out", -1), ("slot_decay", 0.0), ("learning_rate", 0.0)]
+)
+def test_impossible_values_name_their_option(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        TrainConfig(output_dir="out", data=["a.jsonl"], **{name: value})  # type: ignore[arg-type]
+
+
+def test_a_row_must_hold_a_whole_conversation() -> None:
+    with pytest.raises(ValueError, match="pack_length: 512 is below max_length 1024"):
+        TrainConfig(output_dir="out", data=["a.jsonl"], pack_length=512)

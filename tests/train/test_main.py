@@ -1,0 +1,182 @@
+"""`python -m train` end to end on a tiny saved model: heads, resume after kill -9, trackers, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.drafters.heads import HeadsDrafter
+from infer.generate import Generator
+from infer.tree_builders import static_tree
+from medusa_heads import base_model
+from medusa_heads.checkpoint import load_heads
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from train.__main__ import main, run, split_by_id
+from train.config import parse_config
+from train.run_state import checkpoint_folders
+
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "the",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ran",
+    "to",
+    "the",
+    "other",
+    "side",
+    "of",
+    "the",
+    "house",
+    "what",
+    "is",
+    "the",
+    "answer",
+]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, its tokenizer and 40 conversations."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    chooser = random.Random(0)
+    with (tmp_path / "data.jsonl").open("w") as file:
+        for index in range(40):
+            question, answer = (" ".join(chooser.choices(WORDS, k=12)) for _ in range(2))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"id": f"row-{index}", "messages": messages}) + "\n")
+    return tmp_path
+
+
+def arguments(workspace: Path, *extra: str) -> list[str]:
+    base = ["--base", str(workspace / "base"), "--data", str(workspace / "data.jsonl"), "--output-dir", str(workspace / "out")]
+    sizes = ["--num-heads", "2", "--max-length", "128", "--pack-length", "128", "--batch-size", "2", "--num-workers", "0"]
+    return [*base, *sizes, "--log-every", "1", *extra]
+
+
+@pytest.mark.compat
+def test_trains_measures_and_writes_heads_that_decode(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(workspace, "--held-out", "5", "--epochs", "2", "--learning-rate", "0.01")) == 0
+    model, tokenizer = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
+    checkpoint = load_heads(workspace / "out", model)
+    assert checkpoint.config.num_heads == 2 and set(checkpoint.acceptance) == {1, 2, 4, 8, 16, 32, 64}
+    assert len(checkpoint.rank_accuracy) == 2 and checkpoint.acceptance[64] >= checkpoint.acceptance[1] >= 1
+    card = (workspace / "out" / "README.md").read_text()
+    assert "5" in card and sum(f"row-{i}" in card for i in range(40)) >= 5, "the card lists the held-out conversations"
+    assert "train" in (workspace / "out" / "train_command.txt").read_text()
+    generator = Generator(model, HeadsDrafter(model, checkpoint.heads, static_tree(checkpoint.rank_accuracy, 6)), tokenizer=tokenizer)
+    prompt = tokenizer.encode("the cat sat on")
+    assert (
+        generator.generate([prompt], max_new_tokens=20)[0].token_ids == Generator(model).generate([prompt], max_new_tokens=20)[0].token_ids
+    )
+    assert main(arguments(workspace)) == 2
+    assert "already holds finished heads" in capsys.readouterr().err
+
+
+def test_fine_tunes_existing_heads(workspace: Path) -> None:
+    run(parse_config(arguments(workspace, "--max-steps", "3")))
+    first = torch.load(checkpoint_folders(workspace / "out")[-1] / "state.pt")["heads"]
+    tuned = [*arguments(workspace, "--max-steps", "1", "--init-heads", str(workspace / "out"), "--learning-rate", "1e-9")]
+    tuned[tuned.index("--output-dir") + 1] = str(workspace / "tuned")
+    run(parse_config(tuned))
+    second = torch.load(checkpoint_folders(workspace / "tuned")[-1] / "state.pt")["heads"]
+    assert torch.allclose(first["weight"], second["weight"], atol=1e-6) and first["weight"].abs().sum() > 0
+
+
+def start(workspace: Path, *extra: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MEDUSA_HEADS_CACHE": str(workspace / "cache")}
+    command = [sys.executable, "-m", "train", *arguments(workspace, *extra)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+def test_killed_run_resumes_to_the_same_heads(workspace: Path) -> None:
+    options = ("--epochs", "60", "--save-every", "10", "--learning-rate", "0.01")
+    process = start(workspace, *options)
+    deadline = time.monotonic() + 120
+    while not checkpoint_folders(workspace / "out") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert checkpoint_folders(workspace / "out"), "no checkpoint appeared"
+    assert not (workspace / "out" / "config.json").exists(), "the run ended before it was killed"
+    resumed = start(workspace, *options)
+    output, _ = resumed.communicate(timeout=180)
+    assert resumed.returncode == 0 and "resuming from" in output, output
+    whole = arguments(workspace, *options)
+    whole[whole.index("--output-dir") + 1] = str(workspace / "whole")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    run(parse_config(whole))
+    torch.set_num_threads(threads)
+    model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
+    a, b = load_heads(workspace / "out", model).heads, load_heads(workspace / "whole", model).heads
+    assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
+
+
+def test_wandb_offline(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(workspace / "wandb"), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    (workspace / "wandb").mkdir()
+    run(parse_config(arguments(workspace, "--max-steps", "2", "--log-with", "wandb")))
+    assert list((workspace / "wandb").rglob("*.wandb")), "no offline run was written"
+
+
+def test_wandb_is_imported_only_when_chosen(workspace: Path) -> None:
+    code = "import sys; from train.__main__ import main; status = main(sys.argv[1:]); sys.exit(10 if 'wandb' in sys.modules else status)"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MEDUSA_HEADS_CACHE": str(workspace / "cache")}
+    command = [sys.executable, "-c", code, *arguments(workspace, "--max-steps", "1")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, f"exit status {result.returncode} (10: wandb was imported)\n{result.stderr}"
+
+
+def refusal(workspace: Path, capsys: pytest.CaptureFixture[str], *extra: str) -> str:
+    """What is printed for options that are refused, line breaks removed."""
+    try:
+        status: object = main(arguments(workspace, *extra))
+    except SystemExit as error:  # refused while parsing
+        status = error.code
+    assert status == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_refusals_name_the_option(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "num_heads is 0" in refusal(workspace, capsys, "--num-heads", "0")
+    assert "cannot be written" in refusal(workspace, capsys, "--output-dir", str(workspace / "data.jsonl" / "x"))
+    assert "held_out" in refusal(workspace, capsys, "--held-out", "40")
+    assert "pack_length" in refusal(workspace, capsys, "--pack-length", "16")
+    assert "architecture 'medussa'" in refusal(workspace, capsys, "--architecture", "medussa")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'medusa-heads[trackio]'" in refusal(workspace, capsys, "--log-with", "trackio")
+
+
+def test_unknown_tracker_is_a_usage_error(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "mlflow" in refusal(workspace, capsys, "--log-with", "mlflow")
+
+
+def test_split_depends_on_ids_alone() -> None:
+    import datasets
+
+    rows: Any = datasets.Dataset.from_dict({"id": [f"r{i}" for i in range(20)], "x": list(range(20))})
+    _, held = split_by_id(rows, 6)
+    _, again = split_by_id(rows.shuffle(seed=3), 6)
+    assert sorted(held["id"]) == sorted(again["id"]) and len(held) == 6
+    train, held = split_by_id(rows, 6)
+    assert not set(train["id"]) & set(held["id"]) and len(train) == 14
