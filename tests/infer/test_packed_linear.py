@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,10 +19,14 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM")
 
 
+def half(family: str) -> Any:
+    return tiny_model(family).to(torch.bfloat16)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_packed_copy_computes_the_same_logits(family: str) -> None:
-    model = tiny_model(family).to(torch.bfloat16)
-    exact = tiny_model(family).to(torch.bfloat16).float()
+    model = half(family)
+    exact = half(family).float()
     packed = packed_copy(model)
     ids = torch.randint(3, 300, (2, 9))
     found = base_model.compute_logits(packed, base_model.forward_hidden(packed, ids))
@@ -30,7 +36,7 @@ def test_packed_copy_computes_the_same_logits(family: str) -> None:
 
 
 def test_packed_decoding_with_heads_equals_packed_plain_decoding() -> None:
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = half("llama")
     packed = packed_copy(model)
     heads = random_heads(model, num_heads=3, num_layers=1).to(packed.dtype)
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
@@ -41,7 +47,7 @@ def test_packed_decoding_with_heads_equals_packed_plain_decoding() -> None:
 
 def test_float32_and_overflowing_weights_are_not_packed() -> None:
     assert not can_pack(tiny_model("llama"))
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = half("llama")
     assert can_pack(model)
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e6
     assert not can_pack(model)
@@ -50,7 +56,7 @@ def test_float32_and_overflowing_weights_are_not_packed() -> None:
 @pytest.mark.parametrize("packed_is_faster", [True, False])
 def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, packed_is_faster: bool) -> None:
     monkeypatch.setattr(packed_linear, "step_seconds", lambda model, n: 1.0 if is_packed(model) == packed_is_faster else 2.0)
-    model = tiny_model("llama").to(torch.bfloat16)
+    model = half("llama")
     chosen = fastest_copy(model)
     assert is_packed(chosen) == packed_is_faster
     assert packed_is_faster or chosen is model

@@ -25,29 +25,7 @@ from train.__main__ import main, run, split_by_id
 from train.config import parse_config
 from train.run_state import checkpoint_folders
 
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "the",
-    "mat",
-    "and",
-    "the",
-    "dog",
-    "ran",
-    "to",
-    "the",
-    "other",
-    "side",
-    "of",
-    "the",
-    "house",
-    "what",
-    "is",
-    "the",
-    "answer",
-]
+WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
 
 
 @pytest.fixture
