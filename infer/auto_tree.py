@@ -101,7 +101,9 @@ def measure_steps(
     context = max(1, min(context, base_model.max_length(model) - max(lengths) - 1))
     cache = KVCache(base_model.cache_layer_shapes(model), batch_size, context + max(lengths) + 1, dtype=model.dtype, device=model.device)
     cache.lengths = [context] * batch_size  # zeros stand for real keys and values: they cost the same
-    drafters = {size: HeadsDrafter(model, checkpoint.heads, BeamTree(size)) for size in lengths}
+    drafters = {
+        size: HeadsDrafter(model, checkpoint.heads, BeamTree(size), draft_vocabulary=checkpoint.draft_vocabulary) for size in lengths
+    }
     samples: dict[int, list[tuple[float, float]]] = {size: [] for size in lengths}
     longest = max(lengths.values())
     started = time.perf_counter()

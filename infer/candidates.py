@@ -40,13 +40,18 @@ class Candidates:
         return Candidates(root_B[:, None], zeros, zeros, torch.ones(1, 1, 1, dtype=torch.bool, device=root_B.device), 0)
 
 
-def static_candidates(root_B: Tensor, draft_logits_BKV: Tensor, tree: Tree) -> Candidates:
-    """Fills a static tree: the node at path (r1, .., rd) gets head d's token of rank rd."""
+def static_candidates(root_B: Tensor, draft_logits_BKV: Tensor, tree: Tree, *, vocabulary: Tensor | None = None) -> Candidates:
+    """Fills a static tree: the node at path (r1, .., rd) gets head d's token of rank rd.
+
+    vocabulary: the token ids that the V logits stand for; None where they are 0 .. V - 1.
+    """
     if not tree.num_nodes:
         return Candidates.root_only(root_B)
     tree = tree_on(tree, root_B.device)
     top_BKR = draft_logits_BKV[:, : tree.depth].topk(tree.max_rank + 1, dim=-1).indices
     drafted_BN = top_BKR[:, tree.depths_N[1:] - 1, tree.ranks_N[1:]]
+    if vocabulary is not None:
+        drafted_BN = vocabulary[drafted_BN]
     return Candidates(
         torch.cat([root_B[:, None], drafted_BN], dim=1),
         tree.parents_N[None],
@@ -63,18 +68,23 @@ def tree_on(tree: Tree, device: torch.device) -> Tree:
     return Tree(tree.paths, *(t.to(device) for t in (tree.parents_N, tree.depths_N, tree.ranks_N, tree.ancestors_NN)))
 
 
-def beam_candidates(root_B: Tensor, draft_logits_BKV: Tensor, num_nodes: int, width: int = 10) -> Candidates:
+def beam_candidates(
+    root_B: Tensor, draft_logits_BKV: Tensor, num_nodes: int, width: int = 10, *, vocabulary: Tensor | None = None
+) -> Candidates:
     """The per-step beam tree (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
 
     Depth by depth, the best `width` paths by cumulative log q are extended by each head's best
     `width` tokens; of all paths scored, the best `num_nodes` are kept. A path never scores above its
     prefix, so what is kept is always a tree. Shapes depend on K, width and num_nodes alone.
+    vocabulary: the token ids that the V logits stand for; None where they are 0 .. V - 1.
     """
     batch, num_heads, _ = draft_logits_BKV.shape
     width = min(width, num_nodes, draft_logits_BKV.shape[-1])
     if width == 0:
         return Candidates.root_only(root_B)
     top_logits, tokens_BKW = draft_logits_BKV.float().topk(width, dim=-1)
+    if vocabulary is not None:
+        tokens_BKW = vocabulary[tokens_BKW]
     log_q_BKW = top_logits - draft_logits_BKV.float().logsumexp(-1, keepdim=True)
 
     # Pool index p of a path: depth 1 holds W of them, every further depth W * W (parent, token).

@@ -31,7 +31,7 @@ class LoadedHeads:
     curve: list[dict[str, Any]]
 
     def drafter(self, engine: PreTrainedModel) -> HeadsDrafter:
-        return HeadsDrafter(engine, self.checkpoint.heads, self.tree)
+        return HeadsDrafter(engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
 
 
 def pick_device(name: str) -> torch.device:

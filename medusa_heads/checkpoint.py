@@ -28,6 +28,7 @@ from medusa_heads.versions import versions
 
 PRETRAINED_DIR = Path(__file__).parent / "pretrained"
 RECOMMENDED = "medusa"
+VOCABULARY_FILE = "draft_vocabulary.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class HeadsCheckpoint:
 
     rank_accuracy: [K][R], how often head k's token of rank r is the base's own, given that the path
     above it is; measured on validation text, empty when not measured. acceptance: expected
-    acceptance length of the beam tree by number of nodes, likewise.
+    acceptance length of the beam tree by number of nodes, likewise. draft_vocabulary: the token ids
+    [V'] worth proposing, ascending, or None for all.
     """
 
     heads: MedusaHeads
@@ -44,6 +46,7 @@ class HeadsCheckpoint:
     folder: Path
     rank_accuracy: list[list[float]] = field(default_factory=list)
     acceptance: dict[int, float] = field(default_factory=dict)
+    draft_vocabulary: Tensor | None = None
 
 
 def resolve_heads(name: str) -> Path:
@@ -89,6 +92,7 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
         folder=folder,
         rank_accuracy=extra.get("rank_accuracy", []),
         acceptance={int(n): float(tau) for n, tau in extra.get("acceptance_length", {}).items()},
+        draft_vocabulary=_read_vocabulary(folder, config.vocab_size),
     )
 
 
@@ -98,6 +102,20 @@ def _read_measured(folder: Path) -> dict[str, Any]:
         return json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
+
+
+def _read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
+    path = folder / VOCABULARY_FILE
+    if not path.is_file():
+        return None
+    try:
+        ids = torch.tensor(json.loads(path.read_text()), dtype=torch.long)
+        valid = ids.dim() == 1 and len(ids) > 0 and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
+    except (ValueError, TypeError, RuntimeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"{path} is damaged: expected ascending token ids below {vocab_size}; copy the checkpoint again")
+    return ids
 
 
 def check_base_matches(config: HeadsConfig, model: PreTrainedModel, folder: Path) -> None:
@@ -138,12 +156,14 @@ def save_heads(
     *,
     card: str,
     measured: dict[str, Any] | None = None,
+    draft_vocabulary: Tensor | None = None,
     dtype: torch.dtype | None = None,
     command: list[str] | None = None,
 ) -> Path:
     """Writes a heads checkpoint, replacing what `folder` held only once the new one is whole.
 
-    card: the README.md; measured: `rank_accuracy` and `acceptance_length` for trees/measured.json;
+    card: the README.md; draft_vocabulary: token ids to propose (None: all); measured: `rank_accuracy`
+    and `acceptance_length` for trees/measured.json;
     dtype: storage type (None: the heads' own). Raises ValueError when `folder` cannot be written or
     holds files but no checkpoint.
     """
@@ -156,6 +176,8 @@ def save_heads(
         (work / "config.json").write_text(heads.config.to_json())
         (work / "README.md").write_text(card)
         (work / "train_command.txt").write_text(_command_text(command))
+        if draft_vocabulary is not None:
+            (work / VOCABULARY_FILE).write_text(json.dumps(draft_vocabulary.tolist()) + "\n")
         if measured:
             (work / "trees").mkdir()
             (work / "trees" / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")

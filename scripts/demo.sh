@@ -7,14 +7,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=outputs/demo
 config=configs/train/smollm2_finetune_cpu.yaml
-name=heads
+name=fine-tuned # also the name of the row in the comparison: heads:fine-tuned
 train_options=()
 fresh=
 
 for option in "$@"; do
     case $option in
         --from-scratch)
-            name=heads-from-scratch
+            name=from-scratch
             train_options=(--init-heads None --learning-rate 1e-3)
             ;;
         --fresh) fresh=yes ;;
@@ -45,7 +45,7 @@ PATH="$PWD/.venv/bin:$PATH"
 step "1/4 the base model answers $(wc -l <scripts/demo_prompts.jsonl) prompts: the training data"
 medusa-heads regenerate --base embedded --prompts scripts/demo_prompts.jsonl --max-new-tokens 128 --output "$out/answers.jsonl" >&2
 
-step "2/4 training ${name//-/ } on these answers"
+step "2/4 training heads ($name) on these answers"
 if [ -f "$out/$name/config.json" ]; then
     say "$out/$name is already trained"
 else
@@ -59,7 +59,7 @@ for target in vllm medusa-v2; do
     medusa-heads export --base embedded --heads "$out/$name" --to "$target" --output "$out/$name-$target" >&2
 done
 
-step "4/4 base, shipped heads (heads) and those just trained (heads:$name) on $(wc -l <scripts/demo_bench_prompts.jsonl) other prompts"
+step "4/4 comparing the base, the shipped heads (heads) and those just trained (heads:$name) on $(wc -l <scripts/demo_bench_prompts.jsonl) other prompts"
 say "picture: $out/benchmark.png   texts: $out/texts.html   figures: $out/bench.json"
 medusa-heads bench --base embedded --heads pretrained "$out/$name" --prompts scripts/demo_bench_prompts.jsonl \
     --max-new-tokens 64 --dtype bfloat16 --plot "$out/benchmark.png" --html "$out/texts.html" --json "$out/bench.json"

@@ -56,8 +56,10 @@ def run(config: TrainConfig) -> Path:
     )
     set_seed(config.seed)
     model, _ = base_model.load_base(config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision)
+    vocabulary = None
     if config.init_heads:
-        heads = load_heads(config.init_heads, model, dtype=torch.float32).heads
+        initial = load_heads(config.init_heads, model, dtype=torch.float32)
+        heads, vocabulary = initial.heads, initial.draft_vocabulary
         heads.config = replace(heads.config, base_model=config.base, base_revision=config.revision)
         heads.requires_grad_(True)
     else:
@@ -70,7 +72,9 @@ def run(config: TrainConfig) -> Path:
     trainer.train()
     accelerator.end_training()
     if accelerator.is_main_process:
-        write_heads(config, trainer, validation_rows, counts, output)
+        if config.draft_vocab_size:
+            vocabulary = frequent_tokens(packed.documents, config.draft_vocab_size)
+        write_heads(config, trainer, validation_rows, counts, output, vocabulary)
     accelerator.wait_for_everyone()
     return output
 
@@ -131,7 +135,22 @@ def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
     return rows.select(sorted(order[num_held_out:])), rows.select(sorted(order[:num_held_out]))
 
 
-def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts: Any, output: Path) -> None:
+def frequent_tokens(rows: Any, size: int) -> Any:
+    """The `size` most frequent supervised tokens, ascending; fewer where the text has fewer."""
+    import numpy as np
+    import torch
+
+    counts = np.zeros(1, dtype=np.int64)
+    for batch in rows.select_columns(["input_ids", "assistant_mask"]).with_format("numpy").iter(1000):
+        ids = np.concatenate([row[mask.astype(bool)] for row, mask in zip(batch["input_ids"], batch["assistant_mask"], strict=True)])
+        found = np.bincount(ids, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    order = np.argsort(-counts, kind="stable")[:size]
+    return torch.from_numpy(np.sort(order[counts[order] > 0]))
+
+
+def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts: Any, output: Path, vocabulary: Any) -> None:
     """Measures on validation and writes the finished heads beside the checkpoints."""
     import shutil
 
@@ -142,7 +161,7 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
     held_out: list[str] = []
     if validation_rows is not None:
         rows = PackedDataset(validation_rows, pack_length=config.pack_length, num_heads=trainer.num_heads)
-        measured = measure(trainer.headed, rows).as_dict()
+        measured = measure(trainer.headed, rows, draft_vocabulary=vocabulary).as_dict()
         held_out = list(validation_rows["id"])
         print(f"validation, expected acceptance length by nodes: {measured['acceptance_length']}")
     card = model_card(
@@ -154,7 +173,7 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
         validation_ids=held_out,
     )
     staging = output / "finished"
-    save_heads(trainer.heads, staging, card=card, measured=measured)
+    save_heads(trainer.heads, staging, card=card, measured=measured, draft_vocabulary=vocabulary)
     for path in sorted(staging.iterdir(), key=lambda p: p.name == "config.json"):  # config.json last: it marks the folder as whole
         target = output / path.name
         if target.is_dir():

@@ -44,6 +44,9 @@ class TrainConfig:
     own_lm_head: bool = False
     """A trainable output matrix per head instead of the base's frozen lm_head."""
 
+    draft_vocab_size: int | None = None
+    """Propose only this many tokens, the most frequent in the supervised text; cheaper drafts, the same law. None: all."""
+
     slot_decay: float = 0.8
     """Weight of slot k's loss is slot_decay ** (k - 1)."""
     learning_rate: float = 1e-3
@@ -92,6 +95,7 @@ class TrainConfig:
             _require(getattr(self, name) > 0, name, "must be above 0")
         _require(self.max_steps is None or self.max_steps > 0, "max_steps", "must be above 0")
         _require(self.pack_length >= self.max_length, "pack_length", f"{self.pack_length} is below max_length {self.max_length}")
+        _require(self.draft_vocab_size is None or self.draft_vocab_size > 0, "draft_vocab_size", "must be above 0")
         _require(self.held_out >= 0, "held_out", "must be 0 or more")
         _require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must lie in [0, 1)")
         _require(0 < self.slot_decay <= 1, "slot_decay", "must lie in (0, 1]")

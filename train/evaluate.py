@@ -48,8 +48,13 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(model: HeadedModel, rows: PackedDataset, *, num_positions: int = 8000, seed: int = 0) -> Measured:
-    """Measures on up to `num_positions` positions whose next K + 1 tokens are all the base's own."""
+def measure(
+    model: HeadedModel, rows: PackedDataset, *, draft_vocabulary: Tensor | None = None, num_positions: int = 8000, seed: int = 0
+) -> Measured:
+    """Measures on up to `num_positions` positions whose next K + 1 tokens are all the base's own.
+
+    draft_vocabulary: only these tokens are proposed, as in decoding.
+    """
     num_heads = model.heads.config.num_heads
     hits = torch.zeros(num_heads, NUM_RANKS, dtype=torch.float64)
     reached = torch.zeros(num_heads, dtype=torch.float64)
@@ -58,6 +63,10 @@ def measure(model: HeadedModel, rows: PackedDataset, *, num_positions: int = 800
     total = 0
     for hidden_RD, truth_RK, root_R in _positions(model, rows, num_positions, seed):
         logits_RKV = _draft_logits(model, hidden_RD)
+        if draft_vocabulary is not None:
+            outside = torch.ones(logits_RKV.shape[-1], dtype=torch.bool, device=logits_RKV.device)
+            outside[draft_vocabulary.to(outside.device)] = False
+            logits_RKV = logits_RKV.masked_fill(outside, -torch.inf)
         ranks_RK = (logits_RKV > logits_RKV.gather(2, truth_RK[:, :, None])).sum(-1).cpu()
         on_path_R = torch.ones(len(ranks_RK), dtype=torch.bool)
         for k in range(num_heads):

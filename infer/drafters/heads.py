@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer.candidates import Candidates, beam_candidates, static_candidates
+from infer.engine.packed_linear import lm_head_rows
 from infer.tree import Tree
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
@@ -15,14 +16,24 @@ from medusa_heads.heads import DraftHeads
 
 
 class HeadsDrafter:
-    """Proposes from draft heads, over a static tree or the per-step beam tree."""
+    """Proposes from draft heads, over a static tree or the per-step beam tree.
+
+    draft_vocabulary: the token ids [V'] that are proposed, None for all. Verification sees every token
+    whatever is proposed; fewer rows of the LM head make drafting cheaper.
+    """
 
     name = "heads"
 
-    def __init__(self, model: PreTrainedModel, heads: DraftHeads, tree: Tree | BeamTree) -> None:
+    def __init__(self, model: PreTrainedModel, heads: DraftHeads, tree: Tree | BeamTree, *, draft_vocabulary: Tensor | None = None) -> None:
+        size = heads.config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
         if isinstance(tree, Tree):
-            tree.check(num_heads=heads.config.num_heads, vocab_size=heads.config.vocab_size)
+            tree.check(num_heads=heads.config.num_heads, vocab_size=size)
         self.model, self.heads, self.tree = model, heads, tree
+        self.transform = base_model.logit_transform(model)
+        self.vocabulary = draft_vocabulary.to(model.device) if draft_vocabulary is not None else None
+        self.lm_head = base_model.lm_head(model)
+        if self.vocabulary is not None:
+            self.lm_head = lm_head_rows(self.lm_head, self.vocabulary)
 
     @property
     def max_nodes(self) -> int:
@@ -36,11 +47,15 @@ class HeadsDrafter:
             return Candidates.root_only(root_B)
         logits_BKV = self.draft_logits(hidden_BD)
         if isinstance(self.tree, Tree):
-            return static_candidates(root_B, logits_BKV, self.tree)
-        return beam_candidates(root_B, logits_BKV, self.tree.num_nodes, self.tree.width)
+            return static_candidates(root_B, logits_BKV, self.tree, vocabulary=self.vocabulary)
+        return beam_candidates(root_B, logits_BKV, self.tree.num_nodes, self.tree.width, vocabulary=self.vocabulary)
 
     def draft_logits(self, hidden_BD: Tensor) -> Tensor:
-        """Logits [B, K, V] of every head, through the shared LM head or their own."""
+        """Logits [B, K', V'] over the draft vocabulary, through the shared LM head or the heads' own; K' slots
+        are all that the tree can reach."""
         states_BKD = self.heads.draft_states(hidden_BD)
         own = self.heads.own_logits(states_BKD)
-        return own if own is not None else base_model.compute_logits(self.model, states_BKD)
+        if own is not None:
+            return own if self.vocabulary is None else own[..., self.vocabulary]
+        reach = self.tree.depth if isinstance(self.tree, Tree) else self.tree.num_nodes
+        return self.transform(self.lm_head(states_BKD[:, :reach]))

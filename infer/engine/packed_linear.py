@@ -37,6 +37,19 @@ class PackedLinear(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(inputs, self.packed)
 
 
+def lm_head_rows(lm_head: nn.Module, token_ids: Tensor) -> nn.Module:
+    """The rows of an LM head that score the given tokens, as a layer of the same kind."""
+    if isinstance(lm_head, PackedLinear):
+        weight, bias = torch.ops.quantized.linear_unpack_fp16(lm_head.packed)
+    else:
+        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+    rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
+    rows.weight = nn.Parameter(weight.detach()[token_ids].clone(), requires_grad=False)
+    if bias is not None:
+        rows.bias = nn.Parameter(bias.detach()[token_ids].clone(), requires_grad=False)
+    return PackedLinear(rows) if isinstance(lm_head, PackedLinear) else rows
+
+
 def _prepack(weight: Tensor, bias: Tensor | None) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,158 @@
+"""The figures this project states for its shipped heads, measured again on the files given.
+
+    python scripts/figures.py --mt-bench mt_bench.jsonl --gsm8k gsm8k_test.jsonl.gz --output outputs/figures
+
+exact       float32: share of answers equal to plain decoding, with the shipped heads on all MT-Bench
+            prompts, and on samples with random heads and with heads that are never right
+acceptance  mean acceptance length, decoded, over the beam tree and the static tree of 64 nodes
+speed       `medusa-heads bench` in bfloat16: tokens/s beside the fastest base row of the same run
+
+First user turns, greedy. Each part writes its JSON when it is done and is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from infer.acceptance_stats import AcceptanceStats
+from infer.bench import Bench
+from infer.drafters.heads import HeadsDrafter
+from infer.generate import Generator
+from infer.hardware import hardware
+from infer.output_file import write_text
+from infer.prompts import encode_chat, file_sha256, load_prompts
+from infer.tree import Tree
+from infer.tree_spec import BeamTree, parse_tree
+from medusa_heads import base_model
+from medusa_heads.checkpoint import load_heads
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import MedusaHeads, create_heads
+from medusa_heads.versions import commit, versions
+
+NUM_NODES = 64
+NUM_CONTROL_PROMPTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    mt_bench: Path
+    """MT-Bench prompts (JSONL or .gz)."""
+    gsm8k: Path
+    """GSM8K test prompts (JSONL or .gz)."""
+    output: Path
+    """Folder of the JSON files."""
+    base: str = "embedded"
+    """Base model."""
+    heads: str = "pretrained"
+    """Heads to measure."""
+    parts: tuple[str, ...] = ("exact", "acceptance", "speed")
+    """Which parts to run."""
+    limit_mt_bench: int = 80
+    """The first N prompts of MT-Bench."""
+    limit_gsm8k: int = 100
+    """The first N prompts of GSM8K."""
+    max_new_tokens: int = 128
+    """New tokens of an answer."""
+
+    def run(self) -> None:
+        base_model.quiet_transformers()
+        for part in self.parts:
+            path = self.output / f"{part}.json"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                found = {"exact": self.exact, "acceptance": self.acceptance, "speed": self.speed}[part]()
+                write_text(path, json.dumps(found | self.facts(), indent=1) + "\n")
+            print(f"{part}: {json.dumps(json.loads(path.read_text())['figures'])}")
+
+    def facts(self) -> dict[str, Any]:
+        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        files = {name: file_sha256(path) for name, path in self.files().items()}
+        return {"settings": options, "sha256": files, "hardware": hardware(torch.device("cpu")), "versions": versions(), "commit": commit()}
+
+    def files(self) -> dict[str, Path]:
+        return {"mt_bench": self.mt_bench, "gsm8k": self.gsm8k}
+
+    def prompts(self, name: str, tokenizer: Any) -> list[list[int]]:
+        limit = {"mt_bench": self.limit_mt_bench, "gsm8k": self.limit_gsm8k}[name]
+        return [encode_chat(tokenizer, prompt.messages) for prompt in load_prompts(self.files()[name], limit)]
+
+    def exact(self) -> dict[str, Any]:
+        """Answers with heads against plain decoding, token for token."""
+        model, tokenizer = base_model.load_base(self.base, dtype=torch.float32)
+        prompts = self.prompts("mt_bench", tokenizer)
+        plain = self.answers(model, None, None, prompts, "plain")[0]
+        figures: dict[str, float] = {}
+        for name, heads in self.heads_to_compare(model).items():
+            for tree in (BeamTree(16), BeamTree(NUM_NODES)) if name != "shipped" else (BeamTree(16),):
+                share = prompts if name == "shipped" else prompts[:NUM_CONTROL_PROMPTS]
+                found = self.answers(model, heads, tree, share, f"{name} beam:{tree.num_nodes}")[0]
+                figures[f"{name} beam:{tree.num_nodes}"] = sum(a == b for a, b in zip(found, plain, strict=False)) / len(share)
+        return {"figures": figures, "num_prompts": len(prompts), "num_control_prompts": min(NUM_CONTROL_PROMPTS, len(prompts))}
+
+    def heads_to_compare(self, model: PreTrainedModel) -> dict[str, MedusaHeads]:
+        """The shipped heads; heads with random blocks; heads whose favourite is the base's least likely token."""
+        wild = create_heads(HeadsConfig(num_heads=4), model).requires_grad_(False)
+        wild.weight.normal_(std=0.2)
+        wrong = create_heads(replace(HeadsConfig(num_heads=2), own_lm_head=True), model).requires_grad_(False)
+        assert wrong.lm_head is not None
+        wrong.lm_head.neg_()
+        return {"shipped": load_heads(self.heads, model).heads, "random": wild, "never right": wrong}
+
+    def acceptance(self) -> dict[str, Any]:
+        """Decoded acceptance lengths over trees of 64 nodes."""
+        model, tokenizer = base_model.load_base(self.base, dtype=torch.float32)
+        checkpoint = load_heads(self.heads, model)
+        figures, counts = {}, {}
+        for name in self.files():
+            prompts = self.prompts(name, tokenizer)
+            for spec in (f"beam:{NUM_NODES}", f"static:{NUM_NODES}"):
+                stats = self.answers(model, checkpoint.heads, parse_tree(spec, checkpoint), prompts, f"{name} {spec}")[1]
+                figures[f"{name} {spec}"] = stats.mean_acceptance_length
+                counts[f"{name} {spec}"] = stats.figures()
+        return {"figures": figures, "counts": counts}
+
+    def answers(
+        self, model: PreTrainedModel, heads: MedusaHeads | None, tree: Tree | BeamTree | None, prompts: list[list[int]], label: str
+    ) -> tuple[list[list[int]], AcceptanceStats]:
+        drafter = HeadsDrafter(model, heads, tree) if heads is not None and tree is not None else None
+        generator = Generator(model, drafter)
+        token_ids, stats = [], AcceptanceStats()
+        for prompt in tqdm(prompts, desc=label, unit="prompt", file=sys.stderr):
+            answer = generator.generate([prompt], max_new_tokens=self.max_new_tokens)[0]
+            token_ids.append(answer.token_ids)
+            stats = stats + answer.stats
+        return token_ids, stats
+
+    def speed(self) -> dict[str, Any]:
+        """`medusa-heads bench` in bfloat16 on both files, tree chosen for this machine."""
+        figures, documents = {}, {}
+        for name, path in self.files().items():
+            out = self.output / f"bench_{name}.json"
+            limit = self.limit_mt_bench if name == "mt_bench" else self.limit_gsm8k
+            Bench(
+                prompts=path,
+                base=self.base,
+                heads=(self.heads,),
+                limit=limit,
+                max_new_tokens=self.max_new_tokens,
+                dtype="bfloat16",
+                json=out,
+            ).run()
+            documents[name] = json.loads(out.read_text())
+            rows = {row["drafter"]: row for row in documents[name]["rows"]}
+            figures[name] = {"tokens_per_second": {d: row["tokens_per_second"] for d, row in rows.items()}}
+            figures[name] |= {key: rows["heads"][key] for key in ("speedup_vs_base", "speedup_vs_transformers_generate")}
+        return {"figures": figures, "bench": documents}
+
+
+if __name__ == "__main__":
+    tyro.cli(Figures).run()
