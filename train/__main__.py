@@ -169,7 +169,7 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
         base_license=None,
         data={"files": [Path(f).name for f in config.data], "counts": str(counts)},
         recipe=config.schedule_dict(),
-        measured=measured,
+        measured={name: value for name, value in measured.items() if name != "rank_accuracy"},  # long; in trees/measured.json
         validation_ids=held_out,
     )
     staging = output / "finished"

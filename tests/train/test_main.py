@@ -51,10 +51,13 @@ def arguments(workspace: Path, *extra: str) -> list[str]:
 
 @pytest.mark.compat
 def test_trains_measures_and_writes_heads_that_decode(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(workspace, "--held-out", "5", "--epochs", "2", "--learning-rate", "0.01")) == 0
+    options = ("--held-out", "5", "--epochs", "2", "--learning-rate", "0.01", "--draft-vocab-size", "20")
+    assert main(arguments(workspace, *options)) == 0
     model, tokenizer = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
     checkpoint = load_heads(workspace / "out", model)
     assert checkpoint.config.num_heads == 2 and set(checkpoint.acceptance) == {1, 2, 4, 8, 16, 32, 64}
+    assert checkpoint.draft_vocabulary is not None and len(checkpoint.draft_vocabulary) <= 20
+    assert set(tokenizer.encode("the cat sat")[:2]) & set(checkpoint.draft_vocabulary.tolist())
     assert len(checkpoint.rank_accuracy) == 2 and checkpoint.acceptance[64] >= checkpoint.acceptance[1] >= 1
     card = (workspace / "out" / "README.md").read_text()
     assert "5" in card and sum(f"row-{i}" in card for i in range(40)) >= 5, "the card lists the held-out conversations"
