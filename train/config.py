@@ -164,7 +164,7 @@ def parse_config(argv: list[str]) -> TrainConfig:
     """`[--config FILE] [flags]` -> TrainConfig; flags win over the file wherever they stand."""
     import tyro
 
-    arguments = list(argv)
+    arguments = [part for argument in argv for part in (argument.split("=", 1) if argument.startswith("--config=") else [argument])]
     from_file: list[str] = []
     while "--config" in arguments:
         at = arguments.index("--config")
@@ -172,16 +172,4 @@ def parse_config(argv: list[str]) -> TrainConfig:
             raise ValueError("--config needs a file name")
         from_file += yaml_arguments(arguments[at + 1])
         del arguments[at : at + 2]
-    return tyro.cli(TrainConfig, args=_later_wins(from_file, arguments), prog="accelerate launch -m train --config FILE")
-
-
-def _later_wins(first: list[str], second: list[str]) -> list[str]:
-    """Drops from `first` every option that `second` sets again: lists would otherwise be an error."""
-    given = {a.split("=")[0].replace("--no-", "--").replace("_", "-") for a in second if a.startswith("--")}
-    kept, keep = [], True
-    for argument in first:
-        if argument.startswith("--"):
-            keep = argument.replace("--no-", "--") not in given
-        if keep:
-            kept.append(argument)
-    return kept + second
+    return tyro.cli(TrainConfig, args=from_file + arguments, prog="accelerate launch -m train --config FILE")

@@ -36,13 +36,20 @@ class PackedLinear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         return torch.ops.quantized.linear_dynamic_fp16(inputs, self.packed)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], unpacked anew at every access: for reference computations, not for decoding."""
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[1]
+
 
 def lm_head_rows(lm_head: nn.Module, token_ids: Tensor) -> nn.Module:
     """The rows of an LM head that score the given tokens, as a layer of the same kind."""
-    if isinstance(lm_head, PackedLinear):
-        weight, bias = torch.ops.quantized.linear_unpack_fp16(lm_head.packed)
-    else:
-        weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+    weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
+    assert isinstance(weight, Tensor)
     rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
     rows.weight = nn.Parameter(weight.detach()[token_ids].clone(), requires_grad=False)
     if bias is not None:

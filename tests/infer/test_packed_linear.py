@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from infer.bench_figures import first_difference_margin
 from infer.drafters.heads import HeadsDrafter
 from infer.engine import packed_linear
 from infer.engine.packed_linear import can_pack, fastest_copy, is_packed, packed_copy
@@ -60,3 +61,18 @@ def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, packed_is_fas
     chosen = fastest_copy(model)
     assert is_packed(chosen) == packed_is_faster
     assert packed_is_faster or chosen is model
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_come_back_as_they_were_packed(bias: bool) -> None:
+    linear = torch.nn.Linear(24, 40, bias=bias)
+    linear.weight.data = linear.weight.data.bfloat16().float()
+    packed = packed_linear.PackedLinear(linear)
+    assert torch.equal(packed.weight, linear.weight)
+    assert packed.bias is None if not bias else torch.equal(packed.bias, linear.bias)  # type: ignore[arg-type]
+
+
+def test_the_margin_of_a_first_difference_can_be_measured_on_packed_weights() -> None:
+    exact = half("llama").float()
+    found = first_difference_margin(packed_copy(half("llama")), [5, 6, 7], [8, 9], [8, 10])
+    assert found == pytest.approx(first_difference_margin(exact, [5, 6, 7], [8, 9], [8, 10]), abs=1e-3)
