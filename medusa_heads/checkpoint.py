@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -185,7 +186,11 @@ def save_heads(
 
 
 def _command_text(command: list[str] | None) -> str:
-    lines = [" ".join(command or sys.argv)] + [f"{name} {value}" for name, value in versions().items()]
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    lines = [shlex.join(command) if command else f"{name} {shlex.join(sys.argv[1:])}"] + [
+        f"{name} {value}" for name, value in versions().items()
+    ]
     return "\n".join(lines) + "\n"
 
 

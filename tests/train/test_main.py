@@ -50,9 +50,12 @@ def arguments(workspace: Path, *extra: str) -> list[str]:
 
 
 @pytest.mark.compat
-def test_trains_measures_and_writes_heads_that_decode(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trains_measures_and_writes_heads_that_decode(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ("--held-out", "5", "--epochs", "2", "--learning-rate", "0.01", "--draft-vocab-size", "20")
-    assert main(arguments(workspace, *options)) == 0
+    monkeypatch.setattr(sys, "argv", ["somewhere/train/__main__.py", *arguments(workspace, *options)])
+    assert main() == 0
     model, tokenizer = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
     checkpoint = load_heads(workspace / "out", model)
     assert checkpoint.config.num_heads == 2 and set(checkpoint.acceptance) == {1, 2, 4, 8, 16, 32, 64}
@@ -61,7 +64,8 @@ def test_trains_measures_and_writes_heads_that_decode(workspace: Path, capsys: p
     assert len(checkpoint.rank_accuracy) == 2 and checkpoint.acceptance[64] >= checkpoint.acceptance[1] >= 1
     card = (workspace / "out" / "README.md").read_text()
     assert "5" in card and sum(f"row-{i}" in card for i in range(40)) >= 5, "the card lists the held-out conversations"
-    assert "train" in (workspace / "out" / "train_command.txt").read_text()
+    command = (workspace / "out" / "train_command.txt").read_text().splitlines()[0]
+    assert command.startswith("python -m train --base") and "--held-out 5" in command
     generator = Generator(model, HeadsDrafter(model, checkpoint.heads, static_tree(checkpoint.rank_accuracy, 6)), tokenizer=tokenizer)
     prompt = tokenizer.encode("the cat sat on")
     assert (
