@@ -188,9 +188,8 @@ def save_heads(
 def _command_text(command: list[str] | None) -> str:
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
-    lines = [shlex.join(command) if command else f"{name} {shlex.join(sys.argv[1:])}"] + [
-        f"{name} {value}" for name, value in versions().items()
-    ]
+    typed = shlex.join(command) if command else f"{name} {shlex.join(sys.argv[1:])}"
+    lines = [typed, *(f"{package} {version}" for package, version in versions().items())]
     return "\n".join(lines) + "\n"
 
 
