@@ -15,13 +15,25 @@ from infer.tree import Tree, chain, load_tree
 from infer.tree_builders import static_tree
 from medusa_heads.checkpoint import HeadsCheckpoint
 
+BEAM_WIDTH = 10
+
 
 @dataclass(frozen=True, slots=True)
 class BeamTree:
     """The per-step beam tree: `num_nodes` nodes besides the root out of beams of `width`."""
 
     num_nodes: int
-    width: int = 10
+    width: int = BEAM_WIDTH
+
+
+def beam_tree(num_nodes: int, checkpoint: HeadsCheckpoint) -> BeamTree:
+    """Raises ValueError beyond what the beams can score: width paths, then width squared per further depth."""
+    most = BEAM_WIDTH + (checkpoint.config.num_heads - 1) * BEAM_WIDTH**2
+    if num_nodes > most:
+        raise ValueError(
+            f"--tree beam:{num_nodes}: {checkpoint.config.num_heads} heads and beams of {BEAM_WIDTH} give at most {most} nodes"
+        )
+    return BeamTree(num_nodes)
 
 
 def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None:
@@ -35,9 +47,9 @@ def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None
     if spec == "chain":
         return chain(checkpoint.config.num_heads)
     if kind in ("beam", "static"):
-        if not argument.isdigit() or int(argument) < 1:
+        if not argument.isdecimal() or int(argument) < 1:
             raise ValueError(f"--tree {spec}: write {kind}:N with N >= 1 nodes besides the root")
-        return BeamTree(int(argument)) if kind == "beam" else static_tree(checkpoint.rank_accuracy, int(argument))
+        return beam_tree(int(argument), checkpoint) if kind == "beam" else static_tree(checkpoint.rank_accuracy, int(argument))
     tree = load_tree(spec)
     tree.check(num_heads=checkpoint.config.num_heads, vocab_size=checkpoint.config.vocab_size)
     return tree

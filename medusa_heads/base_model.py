@@ -71,6 +71,22 @@ def load_base(
     return model, tokenizer
 
 
+def load_tokenizer(base: str, *, revision: str | None = None) -> Any:
+    """The tokenizer of a base model alone. Raises ValueError naming --base when there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(base_path(base), revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--base {base!r}: its tokenizer could not be loaded: {error}") from error
+
+
+def stored_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model loaded again in the type its files hold, on the CPU; `model` itself where there are no files."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(name_or_path(model), dtype="auto")
+    except (OSError, ValueError):
+        return model
+
+
 def base_path(base: str) -> str:
     """The folder or hub id behind `--base`: resolves `embedded`."""
     if base == "embedded":

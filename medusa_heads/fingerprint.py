@@ -40,7 +40,10 @@ def fingerprint(model: PreTrainedModel) -> str:
 
     The cast makes the digest the same whether the base is loaded in float32 or bfloat16. For a
     quantised base the method stands in for the packed tensors, and the unquantised ones are read.
+    float16 rounds otherwise than bfloat16, so a base in float16 is read again from its files.
     """
+    if model.dtype == torch.float16:
+        model = base_model.stored_weights(model)
     config = base_model.text_config(model)
     quantization = getattr(model.config, "quantization_config", None)
     method = getattr(quantization, "quant_method", None) if quantization is not None else None

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, save_heads
 from medusa_heads.embedded import cache_dir
 from medusa_heads.heads import create_heads
+from medusa_heads.lock import lock_output
 from medusa_heads.model_card import model_card
 from train.config import TrainConfig, parse_config
 
@@ -33,13 +38,13 @@ def main(argv: list[str] | None = None) -> int:
 def run(config: TrainConfig) -> Path:
     """One training run, resumed where it stopped; returns the folder of the finished heads."""
     output = Path(config.output_dir)
-    check_output(output, config)
+    lock = claim_output(output, config)
     check_tracker(config.log_with)
     rows, validation_rows, counts = prepare_data(config)  # before the process group starts: no time-out can hit it
 
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.utils import InitProcessGroupKwargs, set_seed
 
     from train.headed_model import HeadedModel
     from train.packing import PackedDataset
@@ -53,6 +58,7 @@ def run(config: TrainConfig) -> Path:
         log_with=None if config.log_with == "none" else config.log_with,
         project_dir=str(output),
         step_scheduler_with_optimizer=False,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
     )
     set_seed(config.seed)
     model, _ = base_model.load_base(config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision)
@@ -67,29 +73,58 @@ def run(config: TrainConfig) -> Path:
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.config.num_heads)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
     if config.log_with != "none":
-        accelerator.init_trackers(config.project, config=config.schedule_dict())
+        accelerator.init_trackers(config.project, config=tracker_config(config))
     trainer = Trainer(config, HeadedModel(model, heads), packed, accelerator)
     trainer.train()
-    accelerator.end_training()
     if accelerator.is_main_process:
         if config.draft_vocab_size:
             vocabulary = frequent_tokens(packed.documents, config.draft_vocab_size)
         write_heads(config, trainer, validation_rows, counts, output, vocabulary)
     accelerator.wait_for_everyone()
+    if lock is not None:
+        lock.release()
+    accelerator.end_training()  # ends the process group too: nothing may wait for others after it
     return output
 
 
-def check_output(output: Path, config: TrainConfig) -> None:
-    """Refuses, before any work, to replace finished heads or to write where it cannot."""
-    if (output / "config.json").exists() and not config.overwrite:
+def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
+    """Refuses, before any work, to replace finished heads or to write where it cannot or where another run does.
+
+    Returns the lock that the first process holds on the folder while it runs.
+    """
+    finished = (output / "config.json").exists()
+    if finished and not config.overwrite:
         raise ValueError(f"--output-dir {output} already holds finished heads: choose another folder, or pass --overwrite to replace them")
+    if os.environ.get("RANK", "0") != "0":
+        return None
     try:
         output.mkdir(parents=True, exist_ok=True)
         probe = output / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
+        lock = lock_output(output.resolve(), "--output-dir")
+        if config.overwrite:
+            set_aside(output)
+        return lock
     except OSError as error:
         raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def set_aside(output: Path) -> None:
+    """Moves earlier heads and checkpoints into `previous`, so that nothing of them mixes with the new ones and
+    a killed run resumes from its own checkpoints (without --overwrite)."""
+    earlier = [path for path in output.iterdir() if path.name != "previous"]
+    if not earlier:
+        return
+    shutil.rmtree(output / "previous", ignore_errors=True)
+    (output / "previous").mkdir()
+    for path in sorted(earlier, key=lambda p: p.name != "config.json"):  # config.json first: it marks the folder as whole
+        path.rename(output / "previous" / path.name)
+
+
+def tracker_config(config: TrainConfig) -> dict[str, Any]:
+    """The options as every tracker takes them: plain numbers and text."""
+    return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.schedule_dict().items()}
 
 
 def check_tracker(name: str) -> None:
@@ -106,15 +141,13 @@ def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
     Every process comes here; one prepares under a file lock, the others read its cache.
     """
     from datasets import concatenate_datasets
-    from filelock import FileLock
-    from transformers import AutoTokenizer
 
     from train.tokenization import tokenize_dataset
 
     cache = cache_dir() / "tokenized"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "prepare.lock"):
-        tokenizer = AutoTokenizer.from_pretrained(base_model.base_path(config.base), revision=config.revision)
+        tokenizer = base_model.load_tokenizer(config.base, revision=config.revision)
         rows, counts = tokenize_dataset(config.data, tokenizer, max_length=config.max_length, limit=config.limit, cache_dir=cache)
         validation = []
         if config.validation:
@@ -152,8 +185,6 @@ def frequent_tokens(rows: Any, size: int) -> Any:
 
 def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts: Any, output: Path, vocabulary: Any) -> None:
     """Measures on validation and writes the finished heads beside the checkpoints."""
-    import shutil
-
     from train.evaluate import measure
     from train.packing import PackedDataset
 
@@ -161,9 +192,12 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
     held_out: list[str] = []
     if validation_rows is not None:
         rows = PackedDataset(validation_rows, pack_length=config.pack_length, num_heads=trainer.num_heads)
-        measured = measure(trainer.headed, rows, draft_vocabulary=vocabulary).as_dict()
         held_out = list(validation_rows["id"])
-        print(f"validation, expected acceptance length by nodes: {measured['acceptance_length']}")
+        try:
+            measured = measure(trainer.headed, rows, draft_vocabulary=vocabulary).as_dict()
+            print(f"validation, expected acceptance length by nodes: {measured['acceptance_length']}")
+        except ValueError as error:  # hours of training are not thrown away for it
+            print(f"warning: {error}. The heads are written without measured acceptance", file=sys.stderr)
     card = model_card(
         trainer.heads.config,
         base_license=None,

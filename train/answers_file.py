@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from infer.output_file import check_writable, replacing_file, write_text
+from medusa_heads.lock import lock_output
 
 ROWS_PER_FLUSH = 32
 
@@ -32,6 +33,8 @@ class AnswersFile:
         self.is_finished, self.resumed = output.exists(), False
         self._file: BinaryIO | None = None
         self._unflushed = 0
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_output(output, "--output")
         if self.is_finished:
             if not self.meta_path.exists():
                 raise ValueError(
@@ -54,6 +57,7 @@ class AnswersFile:
     def __exit__(self, *exception: object) -> None:
         if self._file is not None:
             self._file.close()
+        self._lock.release()
 
     def append(self, row: dict[str, Any]) -> None:
         """Keeps a row; every 32 rows reach the disk together."""

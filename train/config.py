@@ -142,6 +142,8 @@ def yaml_arguments(path: str | Path) -> list[str]:
         values = yaml.safe_load(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"--config {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"--config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
@@ -151,12 +153,16 @@ def yaml_arguments(path: str | Path) -> list[str]:
     arguments: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
+        if value is None:  # as if it were not written
+            continue
+        if any(isinstance(part, (dict, list)) for part in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"--config {path}: {name} must be a plain value or a list of plain values")
         if isinstance(value, bool):
             arguments.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):
             arguments += [flag, *map(str, value)]
         else:
-            arguments += [flag, str(value)]
+            arguments.append(f"{flag}={value}")
     return arguments
 
 

@@ -160,7 +160,8 @@ class Regenerate:
         """Adds the model's own prompts; those of an interrupted run are read back from beside the output."""
         if not self.self_prompts:
             return rows, {}
-        path = self.output.with_name(self.output.name + ".self-prompts.jsonl")
+        made_from = f"{fingerprint(model)[:8]}-{self.self_prompts}-seed{self.seed}"
+        path = self.output.with_name(f"{self.output.name}.self-prompts-{made_from}.jsonl")
         counts: dict[str, int] = {}
         if not (answers.resumed and path.exists()):
             counts = write_self_prompts(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,11 +128,7 @@ class Trainer:
         assert weights_digest(self.headed.base) == before, "the frozen base model changed during training"
 
     def _resume(self) -> int:
-        output = Path(self.config.output_dir)
-        if self.config.overwrite and self.accelerator.is_main_process:
-            shutil.rmtree(output / "checkpoints", ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        folders = checkpoint_folders(output)
+        folders = checkpoint_folders(Path(self.config.output_dir))
         if not folders:
             return 0
         step = load_checkpoint(folders[-1], self.heads, self.optimizer.optimizer, self.identity())
@@ -180,13 +175,21 @@ class Trainer:
         assert not silent, f"heads {silent} received no gradient in the first step"
 
     def _check_finite(self, finished: _Finished) -> None:
+        """Raises ValueError when a loss or a gradient of the step was not finite; its weights are not saved."""
         for batch, output in zip(finished.batches, finished.outputs, strict=True):
             if (pair := int(output.first_bad_pair)) >= 0:
                 raise ValueError(
                     f"the loss is not finite at step {finished.step + 1}, {self._culprit(batch, pair)}, head "
-                    f"{int(batch.tensors['pair_slot'][pair]) + 1}. The last checkpoint in {self.config.output_dir}/checkpoints is good: "
-                    "lower learning_rate, or remove the conversation from the data"
+                    f"{int(batch.tensors['pair_slot'][pair]) + 1}. {self._what_to_do()}"
                 )
+        if not finished.grad_norms.isfinite().all():
+            raise ValueError(f"the gradient is not finite at step {finished.step + 1}. {self._what_to_do()}")
+
+    def _what_to_do(self) -> str:
+        return (
+            f"The last checkpoint in {self.config.output_dir}/checkpoints is from before it. Remove the conversation from the data or "
+            "lower learning_rate, and train into another --output-dir"
+        )
 
     @torch.no_grad()
     def _culprit(self, batch: TrainBatch, pair: int) -> str:

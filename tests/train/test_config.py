@@ -117,3 +117,19 @@ def test_impossible_values_name_their_option(name: str, value: float) -> None:
 def test_a_row_must_hold_a_whole_conversation() -> None:
     with pytest.raises(ValueError, match="pack_length: 512 is below max_length 1024"):
         TrainConfig(output_dir="out", data=["a.jsonl"], pack_length=512)
+
+
+@pytest.mark.parametrize("value", ["{a: 1}", "[[1]]", "[{a: 1}]"])
+def test_nested_values_are_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "c.yaml").write_text(f"output_dir: x\ndata: {value}\n")
+    with pytest.raises(ValueError, match="data must be a plain value or a list"):
+        parse_config(["--config", str(tmp_path / "c.yaml")])
+
+
+def test_null_is_as_if_not_written(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("output_dir: x\ndata: [d]\nmax_steps: null\nbase: null\n")
+    config = parse_config([f"--config={tmp_path / 'c.yaml'}"])
+    assert config.max_steps is None and config.base == "embedded"
+    (tmp_path / "c.yaml").write_text("output_dir: null\ndata: [d]\n")
+    with pytest.raises(SystemExit):
+        parse_config(["--config", str(tmp_path / "c.yaml")])

@@ -20,6 +20,7 @@ from infer.generate import Generator
 from infer.tree_builders import static_tree
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads
+from medusa_heads.lock import lock_output
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from train.__main__ import main, run, split_by_id
 from train.config import parse_config
@@ -132,6 +133,53 @@ def test_wandb_is_imported_only_when_chosen(workspace: Path) -> None:
     assert result.returncode == 0, f"exit status {result.returncode} (10: wandb was imported)\n{result.stderr}"
 
 
+@pytest.mark.distributed
+def test_two_processes_train_measure_and_write(workspace: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "MEDUSA_HEADS_CACHE": str(workspace / "cache")}
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [sys.executable, *launcher, "-m", "train", *arguments(workspace, "--max-steps", "2", "--held-out", "5")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stderr
+    model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
+    assert load_heads(workspace / "out", model).acceptance
+
+
+def test_tensorboard_takes_the_options(workspace: Path) -> None:
+    pytest.importorskip("tensorboard")
+    run(parse_config(arguments(workspace, "--max-steps", "2", "--log-with", "tensorboard")))
+    assert list((workspace / "out").rglob("events.out.tfevents*"))
+
+
+def test_overwrite_leaves_nothing_of_the_earlier_heads(workspace: Path) -> None:
+    run(parse_config(arguments(workspace, "--max-steps", "2", "--held-out", "5", "--draft-vocab-size", "20")))
+    run(parse_config(arguments(workspace, "--max-steps", "1", "--overwrite")))
+    model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
+    now, before = load_heads(workspace / "out", model), load_heads(workspace / "out" / "previous", model)
+    assert now.draft_vocabulary is None and not now.rank_accuracy
+    assert before.draft_vocabulary is not None and before.rank_accuracy
+
+
+def test_validation_too_short_to_measure_costs_nothing_but_the_figures(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a"}]}
+    (workspace / "short.jsonl").write_text(json.dumps(short) + "\n")
+    assert main(arguments(workspace, "--max-steps", "1", "--validation", str(workspace / "short.jsonl"))) == 0
+    assert "without measured acceptance" in capsys.readouterr().err and (workspace / "out" / "config.json").exists()
+
+
+def test_two_runs_into_one_folder_are_refused(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = lock_output((workspace / "out").resolve(), "--output-dir")
+    assert "another run is writing there" in refusal(workspace, capsys)
+    lock.release()
+    assert main(arguments(workspace, "--max-steps", "1")) == 0
+
+
+def test_heads_load_on_the_base_in_any_type(workspace: Path) -> None:
+    run(parse_config(arguments(workspace, "--max-steps", "1")))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model, _ = base_model.load_base(str(workspace / "base"), dtype=dtype)
+        assert load_heads(workspace / "out", model).heads.weight.dtype == dtype
+
+
 def refusal(workspace: Path, capsys: pytest.CaptureFixture[str], *extra: str) -> str:
     """What is printed for options that are refused, line breaks removed."""
     try:
@@ -145,6 +193,7 @@ def refusal(workspace: Path, capsys: pytest.CaptureFixture[str], *extra: str) ->
 def test_refusals_name_the_option(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "num_heads is 0" in refusal(workspace, capsys, "--num-heads", "0")
     assert "cannot be written" in refusal(workspace, capsys, "--output-dir", str(workspace / "data.jsonl" / "x"))
+    assert "tokenizer could not be loaded" in refusal(workspace, capsys, "--base", str(workspace / "nope"))
     assert "held_out" in refusal(workspace, capsys, "--held-out", "40")
     assert "pack_length" in refusal(workspace, capsys, "--pack-length", "16")
     assert "architecture 'medussa'" in refusal(workspace, capsys, "--architecture", "medussa")
