@@ -85,10 +85,10 @@ class RowOutput:
             piece += self.detokenizer.flush()
         searched_from = len(self.text)
         self.text += piece
-        for stop in self.stop:
-            found = self.text.find(stop, max(0, searched_from - len(stop) + 1))
-            if found >= 0:
-                self.text, self.finish_reason = self.text[:found], "stop"
+        # The stop string that is complete first ends the text; of two that end together, the longer.
+        starts = [(self.text.find(stop, max(0, searched_from - len(stop) + 1)), stop) for stop in self.stop]
+        if found := [(at + len(stop), at) for at, stop in starts if at >= 0]:
+            self.text, self.finish_reason = self.text[: min(found)[1]], "stop"
 
     def stable_text(self) -> str:
         """The text that no later token can take back: what could begin a stop string is held."""

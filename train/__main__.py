@@ -62,6 +62,10 @@ def run(config: TrainConfig) -> Path:
     )
     set_seed(config.seed)
     model, _ = base_model.load_base(config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision)
+    if config.max_length > base_model.max_length(model):
+        raise ValueError(
+            f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(model)} tokens; lower it"
+        )
     vocabulary = None
     if config.init_heads:
         initial = load_heads(config.init_heads, model, dtype=torch.float32)

@@ -169,3 +169,10 @@ def test_wrong_stop_strings_are_refused() -> None:
         RowOutput(max_new_tokens=2, eos_ids=(), stop=("x",))
     with pytest.raises(ValueError, match="empty"):
         row(stop=("x", ""))
+
+
+@pytest.mark.parametrize("stop", [("c", "sac"), ("sac", "c")])
+def test_of_stop_strings_that_end_together_the_earliest_start_cuts(stop: tuple[str, ...]) -> None:
+    row = RowOutput(max_new_tokens=50, eos_ids=(), stop=stop, tokenizer=tiny_tokenizer())
+    row.extend(tiny_tokenizer().encode("no sac here"))
+    assert (row.text, row.finish_reason) == ("no ", "stop")

@@ -195,6 +195,7 @@ def test_refusals_name_the_option(workspace: Path, capsys: pytest.CaptureFixture
     assert "cannot be written" in refusal(workspace, capsys, "--output-dir", str(workspace / "data.jsonl" / "x"))
     assert "tokenizer could not be loaded" in refusal(workspace, capsys, "--base", str(workspace / "nope"))
     assert "held_out" in refusal(workspace, capsys, "--held-out", "40")
+    assert "beyond the base model's context" in refusal(workspace, capsys, "--max-length", "2000", "--pack-length", "2000")
     assert "pack_length" in refusal(workspace, capsys, "--pack-length", "16")
     assert "architecture 'medussa'" in refusal(workspace, capsys, "--architecture", "medussa")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
