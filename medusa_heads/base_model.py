@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -401,7 +400,3 @@ def quiet_transformers() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def is_local(base: str) -> bool:
-    return Path(base).is_dir()
