@@ -18,9 +18,9 @@ from infer import bench_table
 from infer.bench_figures import Answer, document_rows, fastest_base, first_difference_margins, split_batch
 from infer.bench_rows import BenchRow, GeneratorRow, TransformersRow
 from infer.compiled_base import CompiledBase
-from infer.drafters import Drafter, NoDrafter
+from infer.drafters import NoDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
-from infer.engine.packed_linear import fastest_copy, is_packed
+from infer.engine.packed_linear import decoding_copies, fastest_copy, is_packed
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.html_report import answer_runs, write_html
@@ -82,11 +82,14 @@ class Bench:
         prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
         check_room(model, prompts, prompt_ids, self.max_new_tokens)
         eos_ids = base_model.end_of_sequence_ids(model, tokenizer)
-        engine = fastest_copy(model)
-        loaded = self._load_heads(model, engine)
-        rows = make_rows(model, engine, self._drafters(engine, loaded), max_new_tokens=self.max_new_tokens, eos_ids=eos_ids)
+        copies = decoding_copies(model)
+        loaded = self._load_heads(copies)
+        generators = self._generators(copies, loaded)
+        rows = make_rows(model, generators, max_new_tokens=self.max_new_tokens, eos_ids=eos_ids)
         answers, errors, memory = measure(rows, prompt_ids, batch_size=self.batch_size, seed=self.seed, device=model.device)
-        margins = {name: first_difference_margins(engine, prompt_ids, answers["base"], own) for name, own in answers.items()}
+        margins = {
+            name: first_difference_margins(generators["base"].model, prompt_ids, answers["base"], own) for name, own in answers.items()
+        }
         low_precision = model.dtype != torch.float32
         rows_document = document_rows(answers, errors, prompts, margins, memory, report_margins=low_precision)
         document = {
@@ -94,7 +97,7 @@ class Bench:
             "versions": versions(),
             "commit": commit(),
             "prompts": {"file": str(self.prompts), "sha256": file_sha256(self.prompts), "num": len(prompts)},
-            "settings": self._settings(model, engine, loaded, eos_ids),
+            "settings": self._settings(model, generators, loaded, eos_ids),
             "fastest_base": fastest_base(rows_document),
             "rows": rows_document,
         }
@@ -117,24 +120,29 @@ class Bench:
     def _drafter_names(self) -> list[str]:
         return [name.strip() for name in self.drafters.split(",") if name.strip()]
 
-    def _load_heads(self, model: PreTrainedModel, engine: PreTrainedModel) -> dict[str, LoadedHeads]:
+    def _load_heads(self, copies: Sequence[PreTrainedModel]) -> dict[str, LoadedHeads]:
         if "heads" not in self._drafter_names():
             return {}
         names = self.heads or (default_heads(self.base, None),)
         return {
-            row: load_with_tree(name, model, self.tree, engine=engine, batch_size=self.batch_size)
+            row: load_with_tree(name, copies, self.tree, batch_size=self.batch_size)
             for row, name in zip(heads_row_names(names), names, strict=True)
         }
 
-    def _drafters(self, engine: PreTrainedModel, loaded: dict[str, LoadedHeads]) -> dict[str, Drafter]:
-        drafters: dict[str, Drafter] = {}
+    def _generators(self, copies: Sequence[PreTrainedModel], loaded: dict[str, LoadedHeads]) -> dict[str, Generator]:
+        """Row `base` and one row per drafter, each on the copy of the base model that is fastest for it."""
+        generators = {"base": Generator(fastest_copy(copies, [self.batch_size]), NoDrafter())}
         for name in self._drafter_names():
-            drafters |= {"prompt_lookup": PromptLookupDrafter()} if name == "prompt_lookup" else {}
-            drafters |= {row: heads.drafter(engine) for row, heads in loaded.items()} if name == "heads" else {}
-        return drafters
+            if name == "prompt_lookup":
+                drafter = PromptLookupDrafter()
+                sizes = [self.batch_size, self.batch_size * (drafter.max_nodes + 1)]  # it often has nothing to propose
+                generators[name] = Generator(fastest_copy(copies, sizes), drafter)
+            elif name == "heads":
+                generators |= {row: Generator(heads.engine, heads.drafter()) for row, heads in loaded.items()}
+        return generators
 
     def _settings(
-        self, model: PreTrainedModel, engine: PreTrainedModel, loaded: dict[str, LoadedHeads], eos_ids: Sequence[int]
+        self, model: PreTrainedModel, generators: dict[str, Generator], loaded: dict[str, LoadedHeads], eos_ids: Sequence[int]
     ) -> dict[str, Any]:
         options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         return options | {
@@ -145,7 +153,7 @@ class Bench:
             "num_threads": torch.get_num_threads(),
             "eos_ids": list(eos_ids),
             "decoding": "greedy",
-            "engine": PACKED if is_packed(engine) else "stock modules",
+            "engine": {name: PACKED if is_packed(generator.model) else "stock modules" for name, generator in generators.items()},
             "trees": {row: describe_tree(heads) for row, heads in loaded.items()},
         }
 
@@ -200,16 +208,11 @@ def check_room(model: PreTrainedModel, prompts: Sequence[Prompt], prompt_ids: Se
         )
 
 
-def make_rows(
-    model: PreTrainedModel, engine: PreTrainedModel, drafters: dict[str, Drafter], *, max_new_tokens: int, eos_ids: Sequence[int]
-) -> list[BenchRow]:
-    """The three base rows, then one row per drafter. `base` and the drafters run on the engine."""
-    plain = GeneratorRow("base", Generator(engine, NoDrafter()), max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+def make_rows(model: PreTrainedModel, generators: dict[str, Generator], *, max_new_tokens: int, eos_ids: Sequence[int]) -> list[BenchRow]:
+    """The three base rows, then one row per drafter."""
+    plain, *ours = [GeneratorRow(name, generator, max_new_tokens=max_new_tokens, eos_ids=eos_ids) for name, generator in generators.items()]
     compiled = CompiledBase(model, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
     peer = TransformersRow(model, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
-    ours = [
-        GeneratorRow(name, Generator(engine, drafter), max_new_tokens=max_new_tokens, eos_ids=eos_ids) for name, drafter in drafters.items()
-    ]
     return [plain, compiled, peer, *ours]
 
 

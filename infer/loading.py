@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from infer.auto_tree import choose_tree
 from infer.drafters import NoDrafter
 from infer.drafters.heads import HeadsDrafter
-from infer.engine.packed_linear import fastest_copy
+from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.tree import Tree
 from infer.tree_spec import BeamTree, parse_tree
@@ -24,14 +25,16 @@ NO_HEADS = "none"
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
-    """Heads with the tree they draft. curve: the measurement behind `--tree auto`, else empty."""
+    """Heads with the tree they draft and the copy of the base model that decodes with them.
+    curve: the measurement behind `--tree auto`, else empty."""
 
     checkpoint: HeadsCheckpoint
+    engine: PreTrainedModel
     tree: Tree | BeamTree
     curve: list[dict[str, Any]]
 
-    def drafter(self, engine: PreTrainedModel) -> HeadsDrafter:
-        return HeadsDrafter(engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
+    def drafter(self) -> HeadsDrafter:
+        return HeadsDrafter(self.engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
 
 
 def pick_device(name: str) -> torch.device:
@@ -61,23 +64,30 @@ def default_heads(base: str, heads: str | None) -> str:
     raise ValueError(f"--heads is needed for --base {base}: give a folder of heads trained for it, or `{NO_HEADS}` for plain decoding")
 
 
-def load_with_tree(name: str, model: PreTrainedModel, tree: str, *, engine: PreTrainedModel, batch_size: int = 1) -> LoadedHeads:
-    """Heads and the tree of a `--tree` argument, measured on this machine when it is `auto`.
+def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, batch_size: int = 1) -> LoadedHeads:
+    """Heads, the tree of a `--tree` argument and the fastest copy for it, both measured on this machine
+    when the tree is `auto`.
 
-    model: what the heads are checked against; engine: what decodes, `model` or a faster copy of it.
+    copies: the base model, which the heads are checked against, and equal models that may decode faster.
     """
-    checkpoint = load_heads(name, model, dtype=engine.dtype)
+    checkpoint = load_heads(name, copies[0])
     parsed = parse_tree(tree, checkpoint)
     if parsed is not None:
-        return LoadedHeads(checkpoint, parsed, [])
-    choice = choose_tree(engine, checkpoint, batch_size=batch_size)
-    return LoadedHeads(checkpoint, choice.tree, choice.curve)
+        engine = fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
+        return LoadedHeads(load_heads(name, copies[0], dtype=engine.dtype), engine, parsed, [])
+    found = []
+    for engine in copies:
+        checkpoint = load_heads(name, copies[0], dtype=engine.dtype)
+        choice = choose_tree(engine, checkpoint, batch_size=batch_size)
+        found.append(LoadedHeads(checkpoint, engine, choice.tree, choice.curve))
+    return max(found, key=lambda heads: max(row["expected_tokens_per_second"] for row in heads.curve))
 
 
 def load_generator(base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str) -> tuple[Generator, Any]:
     """A generator for single conversations, with heads or (`--heads none`) without, and the tokenizer."""
     model, tokenizer = load_model(base, dtype=dtype, device=device)
-    engine = fastest_copy(model)
-    name = default_heads(base, heads)
-    drafter = NoDrafter() if name == NO_HEADS else load_with_tree(name, model, tree, engine=engine).drafter(engine)
-    return Generator(engine, drafter, tokenizer=tokenizer), tokenizer
+    copies, name = decoding_copies(model), default_heads(base, heads)
+    if name == NO_HEADS:
+        return Generator(fastest_copy(copies, [1]), NoDrafter(), tokenizer=tokenizer), tokenizer
+    loaded = load_with_tree(name, copies, tree)
+    return Generator(loaded.engine, loaded.drafter(), tokenizer=tokenizer), tokenizer

@@ -62,6 +62,8 @@ class Figures:
     """The first N prompts of GSM8K."""
     max_new_tokens: int = 128
     """New tokens of an answer."""
+    device: str = "cpu"
+    """Where the parts exact and acceptance run: cpu or cuda."""
 
     def run(self) -> None:
         base_model.quiet_transformers()
@@ -76,7 +78,13 @@ class Figures:
     def facts(self) -> dict[str, Any]:
         options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         files = {name: file_sha256(path) for name, path in self.files().items()}
-        return {"settings": options, "sha256": files, "hardware": hardware(torch.device("cpu")), "versions": versions(), "commit": commit()}
+        return {
+            "settings": options,
+            "sha256": files,
+            "hardware": hardware(torch.device(self.device)),
+            "versions": versions(),
+            "commit": commit(),
+        }
 
     def files(self) -> dict[str, Path]:
         return {"mt_bench": self.mt_bench, "gsm8k": self.gsm8k}
@@ -87,7 +95,7 @@ class Figures:
 
     def exact(self) -> dict[str, Any]:
         """Answers with heads against plain decoding, token for token."""
-        model, tokenizer = base_model.load_base(self.base, dtype=torch.float32)
+        model, tokenizer = base_model.load_base(self.base, dtype=torch.float32, device=self.device)
         prompts = self.prompts("mt_bench", tokenizer)
         plain = self.answers(model, None, None, prompts, "plain")[0]
         figures: dict[str, float] = {}
@@ -109,7 +117,7 @@ class Figures:
 
     def acceptance(self) -> dict[str, Any]:
         """Decoded acceptance lengths over trees of 64 nodes."""
-        model, tokenizer = base_model.load_base(self.base, dtype=torch.float32)
+        model, tokenizer = base_model.load_base(self.base, dtype=torch.float32, device=self.device)
         checkpoint = load_heads(self.heads, model)
         figures, counts = {}, {}
         for name in self.files():

@@ -73,7 +73,7 @@ def test_sizes_ruled_out_by_latency_alone_are_not_tried(monkeypatch: pytest.Monk
     lengths = {size: min(1.0 + size, 2.0) for size in SIZES}
     steps_taking(monkeypatch, {size: 1.0 if size <= 8 else 10.0 if size <= 16 else math.nan for size in SIZES})
     tried = measure_steps(MODEL, checkpoint(), lengths, batch_size=1, context=16)
-    assert [step.num_nodes for step in tried] == [0, 1, 2, 4, 8, 16]
+    assert [step.num_nodes for step in tried] == [0, 1, 2, 3, 5, 8, 11]
 
 
 def test_all_sizes_are_tried_where_latency_is_flat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from infer import bench
 from infer.acceptance_stats import AcceptanceStats
@@ -67,6 +68,10 @@ def run(files: dict[str, str], *options: str) -> int:
     )
 
 
+def generators(model: PreTrainedModel, drafters: dict[str, Drafter]) -> dict[str, Generator]:
+    return {"base": Generator(model), **{name: Generator(model, drafter) for name, drafter in drafters.items()}}
+
+
 # ---------------------------------------------------------------- every way of decoding gives the same text
 
 
@@ -75,7 +80,7 @@ def run(files: dict[str, str], *options: str) -> int:
 def test_all_rows_answer_alike(family: str, uncompiled: None) -> None:
     model = tiny_model(family)
     drafters: dict[str, Drafter] = {"prompt_lookup": PromptLookupDrafter(), "heads": HeadsDrafter(model, random_heads(model), BeamTree(6))}
-    rows = make_rows(model, model, drafters, max_new_tokens=16, eos_ids=(TURN_END,))
+    rows = make_rows(model, generators(model, drafters), max_new_tokens=16, eos_ids=(TURN_END,))
     expected = [answer.token_ids for answer in Generator(model).generate(PROMPT_IDS, max_new_tokens=16, eos_ids=(TURN_END,))]
     for row in rows:
         for batch in (PROMPT_IDS, PROMPT_IDS[1:2]):  # left-padded, and alone
@@ -91,7 +96,7 @@ def test_all_rows_end_at_the_end_token(uncompiled: None) -> None:
     eos = free[0].token_ids[5]
     expected = [cut_answer(answer.token_ids, frozenset([eos])) for answer in free]
     assert len(expected[0]) <= 6
-    for row in make_rows(model, model, {}, max_new_tokens=12, eos_ids=(eos,)):
+    for row in make_rows(model, generators(model, {}), max_new_tokens=12, eos_ids=(eos,)):
         assert row.answer(PROMPT_IDS).token_ids == expected, row.name
 
 
@@ -140,7 +145,7 @@ def test_row_without_a_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: no_compiler)
     model = tiny_model("llama")
-    rows = make_rows(model, model, {}, max_new_tokens=4, eos_ids=())
+    rows = make_rows(model, generators(model, {}), max_new_tokens=4, eos_ids=())
     answers, errors, memory = measure(rows, PROMPT_IDS, batch_size=1, seed=0, device=torch.device("cpu"))
     assert list(answers) == ["base", "transformers_generate"] and errors == {"base_compiled": "no C++ compiler was found"}
     prompts = [Prompt(str(i), "x", []) for i in range(3)]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infer import loading
+from infer.auto_tree import TreeChoice
 from infer.bench_figures import first_difference_margin
 from infer.drafters.heads import HeadsDrafter
 from infer.engine import packed_linear
-from infer.engine.packed_linear import can_pack, fastest_copy, is_packed, packed_copy
+from infer.engine.packed_linear import can_pack, decoding_copies, fastest_copy, is_packed, packed_copy
 from infer.generate import Generator
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
+from medusa_heads.checkpoint import save_heads
 from tests.random_heads import random_heads
 from tests.tiny_models import tiny_model
 
@@ -58,9 +62,42 @@ def test_float32_and_overflowing_weights_are_not_packed() -> None:
 def test_the_faster_one_is_chosen(monkeypatch: pytest.MonkeyPatch, packed_is_faster: bool) -> None:
     monkeypatch.setattr(packed_linear, "step_seconds", lambda model, n: 1.0 if is_packed(model) == packed_is_faster else 2.0)
     model = half("llama")
-    chosen = fastest_copy(model)
+    chosen = fastest_copy(decoding_copies(model), [1])
     assert is_packed(chosen) == packed_is_faster
     assert packed_is_faster or chosen is model
+
+
+def test_the_fastest_copy_depends_on_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed layers win on single tokens, stock ones on trees, as with AVX512-BF16."""
+    monkeypatch.setattr(packed_linear, "step_seconds", lambda model, n: 0.1 * n if is_packed(model) else 1.0)
+    copies = decoding_copies(half("llama"))
+    assert [is_packed(fastest_copy(copies, [n])) for n in (1, 9, 33)] == [True, True, False]
+    assert not is_packed(fastest_copy(copies, [1, 33]))
+
+
+def test_a_model_that_cannot_be_packed_is_its_only_copy() -> None:
+    model = tiny_model("llama")
+    assert decoding_copies(model) == [model] and fastest_copy([model], [1]) is model
+
+
+def test_heads_run_on_the_copy_with_the_most_tokens_per_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = half("llama")
+    save_heads(random_heads(model, num_heads=3, num_layers=1), tmp_path / "heads", card="")
+    copies = decoding_copies(model)
+    for packed_gain, expected in ((2.0, True), (0.5, False)):
+
+        def choose(engine: Any, checkpoint: Any, batch_size: int, gain: float = packed_gain) -> TreeChoice:
+            return TreeChoice(BeamTree(3), [{"expected_tokens_per_second": gain if is_packed(engine) else 1.0}])
+
+        monkeypatch.setattr(loading, "choose_tree", choose)
+        loaded = loading.load_with_tree(str(tmp_path / "heads"), copies, "auto")
+        assert is_packed(loaded.engine) == expected
+        assert next(loaded.checkpoint.heads.parameters()).dtype == loaded.engine.dtype
+    monkeypatch.setattr(packed_linear, "step_seconds", lambda model, n: 0.1 * n if is_packed(model) else 1.0)
+    assert [is_packed(loading.load_with_tree(str(tmp_path / "heads"), copies, tree).engine) for tree in ("beam:4", "beam:32")] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("bias", [True, False])
