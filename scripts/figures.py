@@ -64,6 +64,8 @@ class Figures:
     """New tokens of an answer."""
     device: str = "cpu"
     """Where the parts exact and acceptance run: cpu or cuda."""
+    batch_size: int = 1
+    """Prompts answered at once in the parts exact and acceptance."""
 
     def run(self) -> None:
         base_model.quiet_transformers()
@@ -134,10 +136,10 @@ class Figures:
         drafter = HeadsDrafter(model, heads, tree) if heads is not None and tree is not None else None
         generator = Generator(model, drafter)
         token_ids, stats = [], AcceptanceStats()
-        for prompt in tqdm(prompts, desc=label, unit="prompt", file=sys.stderr):
-            answer = generator.generate([prompt], max_new_tokens=self.max_new_tokens)[0]
-            token_ids.append(answer.token_ids)
-            stats = stats + answer.stats
+        for start in tqdm(range(0, len(prompts), self.batch_size), desc=label, unit="batch", file=sys.stderr):
+            for answer in generator.generate(prompts[start : start + self.batch_size], max_new_tokens=self.max_new_tokens):
+                token_ids.append(answer.token_ids)
+                stats = stats + answer.stats
         return token_ids, stats
 
     def speed(self) -> dict[str, Any]:
