@@ -220,6 +220,7 @@ def test_triton_kernel_reads_what_the_mask_shows(dtype: torch.dtype, group: int,
 
     query = torch.randn(4, 2, group, width, device="cuda", dtype=dtype)
     key, value = torch.randn(2, 4, 2, columns + 64, width, device="cuda", dtype=dtype)[:, :, :, :columns]
+    value[1, :, columns // 2 + 5] = 100  # hidden below: it would be seen at once
     mask = torch.zeros(4, 1, 1, columns, device="cuda", dtype=dtype)
     hidden = [slice(1, None), slice(columns // 2 + 5, None), slice(None, columns - 9), slice(0, 7)]
     for row, columns_hidden in enumerate(hidden):
