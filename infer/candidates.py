@@ -69,7 +69,7 @@ def tree_on(tree: Tree, device: torch.device) -> Tree:
 
 
 def beam_candidates(
-    root_B: Tensor, draft_logits_BKV: Tensor, num_nodes: int, width: int = 10, *, vocabulary: Tensor | None = None
+    root_B: Tensor, draft_logits_BKV: Tensor, num_nodes: int, width: int = 20, *, vocabulary: Tensor | None = None
 ) -> Candidates:
     """The per-step beam tree (EAGLE-2, arXiv 2406.16858; OPT-Tree, arXiv 2406.17276).
 

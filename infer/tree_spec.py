@@ -15,7 +15,7 @@ from infer.tree import Tree, chain, load_tree
 from infer.tree_builders import static_tree
 from medusa_heads.checkpoint import HeadsCheckpoint
 
-BEAM_WIDTH = 10
+BEAM_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True)
