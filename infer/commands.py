@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import GenerationConfig
+
 from infer.acceptance_stats import AcceptanceStats
 from infer.generate import Generator
 from infer.loading import Dtype, load_generator
@@ -15,8 +17,53 @@ from infer.prompts import encode_chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generate:
-    """Answer one prompt; the text is the base model's own greedy answer, streamed as it comes."""
+class SamplingOptions:
+    """How the next token is chosen; the same law with and without heads."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token; above 0 tokens are drawn, from the base model's exact law."""
+    top_k: int = 0
+    """Draw among the K most likely tokens; 0 is all."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together have this probability; 1 is all."""
+    min_p: float = 0.0
+    """Draw among tokens at least this likely, as a share of the most likely one; 0 is all."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens of the text so far less likely; 1 is off."""
+    seed: int = 0
+    """Fixes what is drawn."""
+
+    def generation_config(self) -> GenerationConfig | None:
+        """None for plain greedy decoding. Raises ValueError naming an impossible option."""
+        for name, value, possible, range_ in (
+            ("--temperature", self.temperature, self.temperature >= 0, "0 or more"),
+            ("--top-k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("--top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("--min-p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("--repetition-penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0"),
+        ):
+            if not possible:
+                raise ValueError(f"{name} {value}: must be {range_}")
+        if not self.temperature:
+            for name, value, neutral in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1), ("--min-p", self.min_p, 0)):
+                if value != neutral:
+                    raise ValueError(f"{name} {value} has no effect at --temperature 0: set a temperature, or leave it out")
+            if self.repetition_penalty == 1:
+                return None
+            return GenerationConfig(do_sample=False, repetition_penalty=self.repetition_penalty)
+        return GenerationConfig(
+            do_sample=True,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p or None,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate(SamplingOptions):
+    """Answer one prompt, streamed as it comes; the text follows the base model's own law, greedy by default."""
 
     prompt: str
     """The user's message, or `-` to read it from standard input."""
@@ -43,15 +90,16 @@ class Generate:
         prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
         if not prompt.strip():
             raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
+        config = self.generation_config()
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
-        answer = stream(generator, ids, max_new_tokens=self.max_new_tokens, stop=self.stop)
+        answer = stream(generator, ids, max_new_tokens=self.max_new_tokens, stop=self.stop, generation_config=config, seed=self.seed)
         if self.show_stats:
             print(answer.summary(), file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
+class Chat(SamplingOptions):
     """Talk to the model, turn by turn: /reset forgets the conversation, /quit (or end of input) ends it."""
 
     system: str | None = None
@@ -72,6 +120,7 @@ class Chat:
     """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
 
     def run(self) -> None:
+        self.generation_config()  # refuses impossible options before the model is loaded
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         messages = system_message(self.system)
         if sys.stdin.isatty():
@@ -87,7 +136,14 @@ class Chat:
         """Answers one message. Returns the conversation so far, unchanged where the message does not fit."""
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = stream(generator, encode_chat(tokenizer, asked), max_new_tokens=self.max_new_tokens, stop=self.stop)
+            answer = stream(
+                generator,
+                encode_chat(tokenizer, asked),
+                max_new_tokens=self.max_new_tokens,
+                stop=self.stop,
+                generation_config=self.generation_config(),
+                seed=self.seed,
+            )
         except ValueError as error:
             print(f"error: {error} (/reset begins a new conversation)", file=sys.stderr)
             return messages
@@ -128,14 +184,24 @@ class StreamedAnswer:
         return f"[{', '.join(parts)}; ended by {self.finish_reason}]"
 
 
-def stream(generator: Generator, ids: list[int], *, max_new_tokens: int, stop: Sequence[str]) -> StreamedAnswer:
+def stream(
+    generator: Generator,
+    ids: list[int],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    generation_config: GenerationConfig | None = None,
+    seed: int = 0,
+) -> StreamedAnswer:
     """Decodes one prompt, printing text as soon as no later token can change it. Ctrl-C ends the answer."""
     stats = [AcceptanceStats()]
     printed, num_tokens, reason = "", 0, "interrupted"
     start = time.perf_counter()
     first = start
     try:
-        for step in generator.steps([ids], max_new_tokens=max_new_tokens, stop=stop, stats=stats):
+        for step in generator.steps(
+            [ids], max_new_tokens=max_new_tokens, stop=stop, generation_config=generation_config, seed=seed, stats=stats
+        ):
             row = step.rows[0]
             first = first if num_tokens else time.perf_counter()
             num_tokens = len(row.token_ids)

@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
 from infer.candidates import Candidates
 from infer.drafters import Drafter, NoDrafter
 from infer.kv_cache import KVCache
 from infer.stopping import RowOutput
+from infer.target import GreedyTarget, ProcessedTarget, Target
 from infer.tree_forward import prefill, tree_forward
 from infer.tree_support import check_tree_support
-from infer.verify import verify_greedy
 from medusa_heads import base_model
+
+MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Step:
 
 
 class Generator:
-    """Greedy decoding of a base model with a drafter; the text is exactly the base model's own.
+    """Decoding of a base model with a drafter, greedy or sampled; the text has exactly the base model's own law.
 
     Holds no state between calls and hangs none on the model, so several generators may share one.
     """
@@ -60,19 +62,31 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         eos_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        generation_config: GenerationConfig | None = None,
+        seed: int = 0,
     ) -> list[Generation]:
         """Answers a batch of prompts (token ids), ragged lengths allowed.
 
-        eos_ids: None takes the model's own. Raises ValueError on an empty prompt, one that fills the
-        context, or a max_new_tokens below 1.
+        eos_ids: None takes the settings' or the model's own. generation_config: None is greedy; else the
+        settings of transformers' `generate`, and `seed` fixes what is drawn. max_new_tokens: None takes
+        the settings', else 128. Raises ValueError on an empty prompt, one that fills the context, a
+        max_new_tokens below 1, or a setting that cannot be honoured.
         """
         runs: list[list[int]] = [[] for _ in prompts]
         stats = [AcceptanceStats() for _ in prompts]
         rows: list[RowOutput] = []
-        for step in self.steps(prompts, max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop=stop, stats=stats):
+        for step in self.steps(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            eos_ids=eos_ids,
+            stop=stop,
+            generation_config=generation_config,
+            seed=seed,
+            stats=stats,
+        ):
             rows = step.rows
             for run, new in zip(runs, step.new_tokens, strict=True):
                 if new:
@@ -87,22 +101,28 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         eos_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        generation_config: GenerationConfig | None = None,
+        seed: int = 0,
         stats: list[AcceptanceStats] | None = None,
     ) -> Iterator[Step]:
         """The decoding loop, one Step per base forward (the first is the prefill)."""
+        if max_new_tokens is None:
+            max_new_tokens = (generation_config and generation_config.max_new_tokens) or MAX_NEW_TOKENS
         texts = self._checked(prompts, max_new_tokens)
-        eos = base_model.end_of_sequence_ids(self.model, self.tokenizer) if eos_ids is None else eos_ids
+        eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
+        stop = [*stop, *stop_strings(generation_config)]
         limits = [min(max_new_tokens, self.max_length - len(text)) for text in texts]
         rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
         stats = stats if stats is not None else [AcceptanceStats() for _ in rows]
 
+        target = self._target(generation_config, texts, limits, eos, seed)
         cache = self._new_cache(texts, max(limits))
         self.drafter.start(texts)
         hidden_BD = prefill(self.model, texts, cache)
-        root_B = base_model.compute_logits(self.model, hidden_BD).argmax(-1)
+        root_B = target.first(base_model.compute_logits(self.model, hidden_BD), texts)
         emitted = [[token] for token in root_B.tolist()]
         while True:
             new_tokens = [row.extend(tokens) if row.finish_reason is None else [] for row, tokens in zip(rows, emitted, strict=True)]
@@ -114,7 +134,7 @@ class Generator:
                 return
             candidates = self._propose(root_B, hidden_BD, texts, cache)
             logits_BNV, hidden_BND = tree_forward(self.model, candidates, cache)
-            accepted = verify_greedy(logits_BNV.argmax(-1), candidates)
+            accepted = target.verify(logits_BNV, candidates, texts, running)
             lengths = accepted.length_B.tolist()
             cache.keep(accepted.path_BP, [length + 1 if runs else 0 for length, runs in zip(lengths, running, strict=True)])
             path_tokens = candidates.tokens_BN.gather(1, accepted.path_BP).tolist()
@@ -128,6 +148,19 @@ class Generator:
             last_B = accepted.path_BP.gather(1, accepted.length_B[:, None])[:, 0]
             hidden_BD = hidden_BND[torch.arange(len(rows), device=last_B.device), last_B]
             root_B = accepted.bonus_B
+
+    def _end_tokens(self, generation_config: GenerationConfig | None) -> Sequence[int]:
+        own = generation_config.eos_token_id if generation_config is not None else None
+        if own is None:
+            return base_model.end_of_sequence_ids(self.model, self.tokenizer)
+        return [own] if isinstance(own, int) else list(own)
+
+    def _target(
+        self, generation_config: GenerationConfig | None, texts: list[list[int]], limits: list[int], eos: Sequence[int], seed: int
+    ) -> Target:
+        if generation_config is None:
+            return GreedyTarget()
+        return ProcessedTarget(self.model, generation_config, texts, max_new_tokens=limits, eos_ids=eos, seed=seed)
 
     def _checked(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         if max_new_tokens < 1:
@@ -153,3 +186,8 @@ class Generator:
         if max(cache.lengths) + candidates.max_depth >= self.max_length:  # the last positions of the context
             return Candidates.root_only(root_B)
         return candidates
+
+
+def stop_strings(generation_config: GenerationConfig | None) -> list[str]:
+    found = generation_config.stop_strings if generation_config is not None else None
+    return [found] if isinstance(found, str) else list(found or ())

@@ -11,13 +11,21 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, StaticLayer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -375,6 +383,49 @@ def end_of_sequence_ids(model: PreTrainedModel, tokenizer: Any | None = None) ->
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+
+# Settings that are not a law of the next token given the text, and the values that switch them off.
+UNSUPPORTED_GENERATION: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "num_return_sequences": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "watermarking_config": (None,),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "token_healing": (None, False),
+    "max_time": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+}
+
+
+def logits_processors(
+    model: PreTrainedModel, generation_config: GenerationConfig, *, prompt_length: int, max_new_tokens: int, eos_ids: Sequence[int]
+) -> tuple[LogitsProcessorList, bool]:
+    """The processors that `generate` would run for one prompt under these settings, and whether it would sample.
+
+    What `generation_config` leaves open comes from the model's own, then from transformers' defaults.
+    Raises ValueError naming a setting that decoding over a tree cannot honour, or one that transformers refuses.
+    """
+    config, _ = model._prepare_generation_config(generation_config)  # type: ignore[operator]
+    for name, neutral in UNSUPPORTED_GENERATION.items():
+        if (value := getattr(config, name, None)) not in neutral:
+            raise ValueError(
+                f"generation_config.{name} = {value!r} cannot be honoured when several tokens are decoded at once; leave it out"
+            )
+    config.max_length = prompt_length + max_new_tokens
+    config._eos_token_tensor = torch.tensor(list(eos_ids), device=model.device) if eos_ids else None
+    try:
+        processors = model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=model.device)  # type: ignore[operator]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"generation settings: {error}") from error
+    return processors, bool(config.do_sample)
 
 
 def synchronize(model: PreTrainedModel) -> None:

@@ -1,0 +1,192 @@
+"""Any GenerationConfig: sampled text with drafts is plain sampling's, and processors see each node's own prefix."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, TopPLogitsWarper
+
+from infer import target
+from infer.drafters.heads import HeadsDrafter
+from infer.drafters.prompt_lookup import PromptLookupDrafter
+from infer.generate import Generator
+from infer.target import NUM_TOP, RowLaw, top_p_cut
+from infer.tree import Tree
+from infer.tree_spec import BeamTree
+from medusa_heads import base_model
+from tests.infer.scripted_drafter import ScriptedDrafter
+from tests.random_heads import random_heads
+from tests.tiny_models import tiny_model
+
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 5], [30, 31, 32, 33, 34, 35, 36, 30, 31]]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"do_sample": True, "top_k": 0},
+    "cold": {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0},
+    "truncated": {"do_sample": True, "temperature": 1.3, "top_k": 12, "min_p": 0.02},
+    "penalties": {"do_sample": True, "top_k": 8, "repetition_penalty": 1.6, "no_repeat_ngram_size": 2},
+    "typical": {"do_sample": True, "typical_p": 0.5, "top_k": 0},
+    "greedy with penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 6},
+    "banned": {"do_sample": False, "bad_words_ids": [[5], [6, 7]], "suppress_tokens": [9, 10], "sequence_bias": [[[12], 3.0]]},
+}
+
+
+def answers(generator: Generator, prompts: list[list[int]] = PROMPTS, *, seed: int = 0, **settings: Any) -> list[list[int]]:
+    config = GenerationConfig(max_new_tokens=24, eos_token_id=2, pad_token_id=0, **settings)
+    return [answer.token_ids for answer in generator.generate(prompts, generation_config=config, seed=seed)]
+
+
+def helpful_generator(model: Any, tree: Tree | BeamTree) -> Generator:
+    """Zero-initialised heads repeat the base's own law: sometimes right, sometimes wrong."""
+    return Generator(model, HeadsDrafter(model, random_heads(model, num_heads=3, num_layers=1), tree))
+
+
+# ---------------------------------------------------------------- what is drafted changes nothing
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral_window"])
+def test_drafts_change_no_token(family: str, name: str) -> None:
+    model = tiny_model(family)
+    expected = answers(Generator(model), seed=3, **SETTINGS[name])
+    for generator in (helpful_generator(model, BeamTree(9)), Generator(model, PromptLookupDrafter())):
+        assert answers(generator, seed=3, **SETTINGS[name]) == expected
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drafts_that_are_mostly_right_change_no_token(name: str) -> None:
+    """The whole depth of the tree is walked, so every node's own prefix counts."""
+    model = tiny_model("llama")
+    expected = answers(Generator(model), seed=3, **SETTINGS[name])
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    config = GenerationConfig(max_new_tokens=24, eos_token_id=2, pad_token_id=0, **SETTINGS[name])
+    found = Generator(model, ScriptedDrafter(texts, right=0.8)).generate(PROMPTS, generation_config=config, seed=3)
+    assert [answer.token_ids for answer in found] == expected
+    assert all(max(answer.runs) >= 4 for answer in found if len(answer.token_ids) == 24)
+
+
+def test_drafts_are_accepted_when_sampling() -> None:
+    model = tiny_model("llama")
+    config = GenerationConfig(do_sample=True, temperature=0.2, top_k=3, max_new_tokens=60)
+    found = Generator(model, PromptLookupDrafter()).generate(PROMPTS * 3, generation_config=config, eos_ids=())
+    assert sum(answer.stats.num_accepted_tokens for answer in found) > 10
+
+
+def test_stale_prefixes_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: processors that do not see the last token of their prefix."""
+    model = tiny_model("llama")
+    settings: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.5, "no_repeat_ngram_size": 1}
+    expected = answers(Generator(model), **settings)
+    fresh = RowLaw.choose
+    monkeypatch.setattr(RowLaw, "choose", lambda self, logits_V, prefix: fresh(self, logits_V, prefix[:-1]))
+    assert answers(Generator(model), **settings) != expected
+
+
+# ---------------------------------------------------------------- the law is transformers'
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("name", [name for name, settings in SETTINGS.items() if not settings["do_sample"]])
+def test_greedy_settings_give_the_text_of_generate(name: str) -> None:
+    model: Any = tiny_model("llama")
+    config = GenerationConfig(max_new_tokens=24, eos_token_id=2, pad_token_id=0, **SETTINGS[name])
+    for prompt, found in zip(PROMPTS, answers(helpful_generator(model, BeamTree(9)), **SETTINGS[name]), strict=True):
+        theirs = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), generation_config=config
+        )
+        assert theirs[0, len(prompt) :].tolist() == found
+
+
+@pytest.mark.parametrize("name", [name for name, settings in SETTINGS.items() if settings["do_sample"]])
+def test_sampled_pairs_follow_the_law(name: str) -> None:
+    """Two drafted tokens after one prompt, 1,500 times, against the product of transformers' processed laws."""
+    model = tiny_model("llama")
+    settings = {**SETTINGS[name], "top_k": 4}
+    prompt, count = PROMPTS[0], 1500
+    config = GenerationConfig(max_new_tokens=3, pad_token_id=0, **settings)
+    generator = Generator(model, HeadsDrafter(model, random_heads(model, num_heads=2, num_layers=1), BeamTree(12)))
+    found = Counter(
+        tuple(answer.token_ids)
+        for _ in range(count // 250)
+        for answer in generator.generate([prompt] * 250, generation_config=config, eos_ids=(), seed=17 + _)
+    )
+    law = enumerated_law(model, config, prompt, depth=3)
+    assert set(found) <= set(law)
+    likely = {text: p for text, p in law.items() if p * count >= 5}
+    chi_square = sum((found[text] - p * count) ** 2 / (p * count) for text, p in likely.items())
+    assert chi_square < len(likely) + 5 * (2 * len(likely)) ** 0.5
+
+
+def enumerated_law(model: Any, config: GenerationConfig, prompt: list[int], *, depth: int) -> dict[tuple[int, ...], float]:
+    processors, sampled = base_model.logits_processors(model, config, prompt_length=len(prompt), max_new_tokens=depth, eos_ids=())
+    assert sampled
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(depth):
+        grown: dict[tuple[int, ...], float] = {}
+        for text, probability in law.items():
+            ids: Any = torch.tensor([[*prompt, *text]])
+            p_V = processors(ids, model(ids).logits[:, -1].float())[0].softmax(-1)
+            grown |= {(*text, token): probability * float(p_V[token]) for token in p_V.nonzero()[:, 0].tolist()}
+        law = grown
+    return law
+
+
+@pytest.mark.parametrize(("size", "spread"), [(97, 1.0), (5000, 3.0), (5000, 0.1)])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_without_a_full_sort_is_transformers_own(size: int, spread: float, top_p: float) -> None:
+    scores = torch.randn(20, size, generator=torch.Generator().manual_seed(1)) * spread
+    expected = TopPLogitsWarper(top_p)(torch.zeros(20, 1, dtype=torch.long), scores)
+    found = torch.cat([top_p_cut(row[None], top_p) for row in scores])
+    torch.testing.assert_close(found.softmax(-1), expected.softmax(-1), atol=2e-5, rtol=0)
+    assert int((found.isfinite() != expected.isfinite()).sum()) <= 4  # rounding of cumulative sums at the cut-off
+
+
+def test_top_p_reaches_past_the_tokens_looked_at_first() -> None:
+    flat = torch.zeros(1, 4 * NUM_TOP)
+    assert int(top_p_cut(flat, 0.5).isfinite().sum()) == 2 * NUM_TOP
+    assert int(top_p_cut(flat, 0.75).isfinite().sum()) == 3 * NUM_TOP
+
+
+# ---------------------------------------------------------------- seeds, limits, errors
+
+
+def test_seeds_reproduce() -> None:
+    generator = helpful_generator(tiny_model("llama"), BeamTree(6))
+    first = answers(generator, seed=1, **SETTINGS["plain"])
+    assert answers(generator, seed=1, **SETTINGS["plain"]) == first
+    assert answers(generator, seed=2, **SETTINGS["plain"]) != first
+    same = answers(generator, [PROMPTS[0]] * 3, seed=1, **SETTINGS["plain"])
+    assert len(set(map(tuple, same))) == 3  # rows draw numbers of their own
+
+
+def test_limits_and_end_tokens_of_the_settings_hold() -> None:
+    model = tiny_model("llama")
+    free = Generator(model).generate(PROMPTS[:1], max_new_tokens=20, eos_ids=())[0].token_ids
+    config = GenerationConfig(max_new_tokens=7, eos_token_id=[free[3], 2])
+    found = Generator(model).generate(PROMPTS[:1], generation_config=config)[0].token_ids
+    assert found == free[: free.index(free[3]) + 1]
+    assert len(Generator(model).generate(PROMPTS[:1], generation_config=GenerationConfig(max_new_tokens=7), eos_ids=())[0].token_ids) == 7
+
+
+@pytest.mark.parametrize("setting", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"penalty_alpha": 0.6}, {"num_return_sequences": 2}])
+def test_settings_that_cannot_be_honoured_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        answers(Generator(tiny_model("llama")), **setting)
+
+
+def test_settings_that_leave_no_token_are_an_error() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="leave no token"):
+        answers(Generator(model), suppress_tokens=list(range(base_model.vocab_size(model))))
+
+
+def test_tokens_of_probability_zero_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    law = RowLaw(LogitsProcessorList(), seed=0)
+    logits = torch.full((50,), -torch.inf)
+    logits[[10, 30]] = 0.0
+    for uniform in (0.0, 0.4999, 0.5, 1.0 - 1e-16):
+        monkeypatch.setattr(target.torch, "rand", lambda *_, u=uniform, **__: torch.tensor(u, dtype=torch.float64))
+        assert law.choose(logits, [1]) == (10 if uniform < 0.5 else 30)
