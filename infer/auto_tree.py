@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from infer.drafters.heads import HeadsDrafter
 from infer.kv_cache import KVCache
+from infer.tree import Tree
 from infer.tree_forward import tree_forward
 from infer.tree_spec import BeamTree
 from infer.verify import verify_greedy
@@ -32,6 +33,7 @@ TIME_LIMIT_S = 6.0
 HOPELESS = 1.5  # times slower than the best size so far, at the most tokens any size could give
 # Trained medusa heads of a 135M chat model on mixed text; stands in for heads whose acceptance was never measured.
 DEFAULT_ACCEPTANCE: Mapping[int, float] = {1: 1.42, 4: 1.85, 8: 2.05, 16: 2.2, 32: 2.35, 64: 2.45}
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,37 +92,63 @@ def best_size(times: Sequence[StepTime], lengths: Mapping[int, float]) -> int:
     return max(times, key=lambda step: (lengths[step.num_nodes] / step.total_s, -step.num_nodes)).num_nodes
 
 
-@torch.inference_mode()
 def measure_steps(
     model: PreTrainedModel, checkpoint: HeadsCheckpoint, lengths: Mapping[int, float], *, batch_size: int, context: int
 ) -> list[StepTime]:
-    """Median step times in growing order of size, up to where latency alone rules out more nodes.
+    """Median step times of beam trees in growing order of size, up to where latency alone rules out more nodes."""
+    trees = {size: BeamTree(size) for size in sorted(lengths)}
+    times = measure_trees(model, checkpoint, trees, lengths, batch_size=batch_size, context=context)
+    return list(times.values())
 
-    The sizes take turns, so that a machine that slows down meanwhile slows all of them.
+
+@torch.inference_mode()
+def measure_trees(
+    model: PreTrainedModel,
+    checkpoint: HeadsCheckpoint,
+    trees: Mapping[Key, Tree | BeamTree],
+    lengths: Mapping[Key, float],
+    *,
+    batch_size: int,
+    context: int,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> dict[Key, StepTime]:
+    """Median step times of `trees`, given in growing order of size, up to where latency alone rules out more nodes.
+
+    lengths: expected acceptance length of every tree. The trees take turns, so that a machine that
+    slows down meanwhile slows all of them.
     """
-    context = max(1, min(context, base_model.max_length(model) - max(lengths) - 1))
-    cache = KVCache(base_model.cache_layer_shapes(model), batch_size, context + max(lengths) + 1, dtype=model.dtype, device=model.device)
+    context = min(context, longest_context(model, trees))
+    room = context + _most_nodes(trees) + 1
+    cache = KVCache(base_model.cache_layer_shapes(model), batch_size, room, dtype=model.dtype, device=model.device)
     cache.lengths = [context] * batch_size  # zeros stand for real keys and values: they cost the same
-    drafters = {
-        size: HeadsDrafter(model, checkpoint.heads, BeamTree(size), draft_vocabulary=checkpoint.draft_vocabulary) for size in lengths
-    }
-    samples: dict[int, list[tuple[float, float]]] = {size: [] for size in lengths}
-    longest = max(lengths.values())
+    vocabulary = checkpoint.draft_vocabulary
+    drafters = {key: HeadsDrafter(model, checkpoint.heads, tree, draft_vocabulary=vocabulary) for key, tree in trees.items()}
+    samples: dict[Key, list[tuple[float, float]]] = {key: [] for key in trees}
+    longest = max(lengths[key] for key in trees)
     started = time.perf_counter()
     for round_ in range(NUM_ROUNDS):
         fastest = 0.0
-        for size in sorted(samples):
+        for key in list(samples):
             if not round_:
-                _time_step(model, drafters[size], cache)  # the first call of a shape sets things up
-            samples[size].append(_time_step(model, drafters[size], cache))
-            seconds = sum(samples[size][-1])
-            fastest = max(fastest, lengths[size] / seconds)
-            if not round_ and longest / seconds < fastest / HOPELESS and _hopeless(model, drafters[size], cache, longest, fastest):
-                samples = {kept: times for kept, times in samples.items() if kept <= size}
+                _time_step(model, drafters[key], cache)  # the first call of a shape sets things up
+            samples[key].append(_time_step(model, drafters[key], cache))
+            seconds = sum(samples[key][-1])
+            fastest = max(fastest, lengths[key] / seconds)
+            if not round_ and longest / seconds < fastest / HOPELESS and _hopeless(model, drafters[key], cache, longest, fastest):
+                samples = {tried: times for tried, times in samples.items() if times}
                 break
-        if time.perf_counter() - started > TIME_LIMIT_S:
+        if time.perf_counter() - started > time_limit_s:
             break
-    return [StepTime(size, median(d for d, _ in times), median(f for _, f in times)) for size, times in samples.items()]
+    return {key: StepTime(trees[key].num_nodes, median(d for d, _ in times), median(f for _, f in times)) for key, times in samples.items()}
+
+
+def longest_context(model: PreTrainedModel, trees: Mapping[Key, Tree | BeamTree]) -> int:
+    """The most cached tokens beside which every one of `trees` fits the model's context; at least 1."""
+    return max(1, base_model.max_length(model) - _most_nodes(trees) - 1)
+
+
+def _most_nodes(trees: Mapping[Key, Tree | BeamTree]) -> int:
+    return max(tree.num_nodes for tree in trees.values())
 
 
 def _hopeless(model: PreTrainedModel, drafter: HeadsDrafter, cache: KVCache, longest: float, fastest: float) -> bool:

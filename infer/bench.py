@@ -19,12 +19,14 @@ from infer.bench_figures import Answer, document_rows, fastest_base, first_diffe
 from infer.bench_rows import BenchRow, GeneratorRow, TransformersRow
 from infer.compiled_base import CompiledBase
 from infer.drafters import NoDrafter
+from infer.drafters.early_exit import NUM_DRAFT_TOKENS, EarlyExitDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
+from infer.drafters.suffix import SuffixDrafter
 from infer.engine.packed_linear import decoding_copies, fastest_copy, is_packed
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.html_report import answer_runs, write_html
-from infer.loading import Dtype, LoadedHeads, default_heads, load_model, load_with_tree
+from infer.loading import NO_HEADS, Dtype, LoadedHeads, default_heads, load_model, load_with_tree
 from infer.output_file import check_writable, write_text
 from infer.prompts import Prompt, encode_chat, file_sha256, load_prompts
 from infer.report import plot_benchmark, require_matplotlib
@@ -33,7 +35,7 @@ from medusa_heads import base_model
 from medusa_heads.suggest import suggest
 from medusa_heads.versions import commit, versions
 
-DRAFTERS = ("prompt_lookup", "heads")
+DRAFTERS = ("prompt_lookup", "suffix", "early_exit", "heads")
 PACKED = "packed float16 weights, float32 activations (FBGEMM)"
 
 
@@ -61,11 +63,12 @@ class Bench:
     device: str = "auto"
     """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
     tree: str = "auto"
-    """auto, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine."""
+    """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,
+    tuned is what `medusa-heads tree` stored with the heads."""
     batch_size: int = 1
     """Prompts answered at once."""
     drafters: str = "prompt_lookup,heads"
-    """Rows beside the base rows, separated by commas: prompt_lookup, heads."""
+    """Rows beside the base rows, separated by commas: prompt_lookup, suffix, early_exit, heads."""
     seed: int = 0
     """Seeds the order in which the rows take their turns at each prompt."""
     json: Path | None = None
@@ -108,6 +111,8 @@ class Bench:
         for name in self._drafter_names():
             if name not in DRAFTERS:
                 raise ValueError(f"--drafters: unknown drafter {name!r}{suggest(name, DRAFTERS)}; known are {', '.join(DRAFTERS)}")
+        if NO_HEADS in self.heads:
+            raise ValueError(f"--heads {NO_HEADS}: the base rows decode without heads; leave `heads` out of --drafters instead")
         for option, value in (("--max-new-tokens", self.max_new_tokens), ("--batch-size", self.batch_size)):
             if value < 1:
                 raise ValueError(f"{option} {value}: must be at least 1")
@@ -133,10 +138,12 @@ class Bench:
         """Row `base` and one row per drafter, each on the copy of the base model that is fastest for it."""
         generators = {"base": Generator(fastest_copy(copies, [self.batch_size]), NoDrafter())}
         for name in self._drafter_names():
-            if name == "prompt_lookup":
-                drafter = PromptLookupDrafter()
-                sizes = [self.batch_size, self.batch_size * (drafter.max_nodes + 1)]  # it often has nothing to propose
+            if name in ("prompt_lookup", "suffix"):
+                drafter = PromptLookupDrafter() if name == "prompt_lookup" else SuffixDrafter()
+                sizes = [self.batch_size, self.batch_size * (drafter.max_nodes + 1)]  # they often have nothing to propose
                 generators[name] = Generator(fastest_copy(copies, sizes), drafter)
+            elif name == "early_exit":
+                generators[name] = early_exit_generator(copies, self.batch_size)
             elif name == "heads":
                 generators |= {row: Generator(heads.engine, heads.drafter()) for row, heads in loaded.items()}
         return generators
@@ -176,6 +183,12 @@ class Bench:
     def _shown_rows(self, answers: dict[str, list[Answer]]) -> list[str]:
         """The rows of the HTML page: those that draft, the others emit one token a forward."""
         return [row for row, own in answers.items() if any(answer.stats.num_drafted_tokens for answer in own)]
+
+
+def early_exit_generator(copies: Sequence[PreTrainedModel], batch_size: int) -> Generator:
+    """Early exit, its draft model made of the same copy of the base that verifies."""
+    fastest = fastest_copy(copies, [batch_size, batch_size * (NUM_DRAFT_TOKENS + 1)])
+    return Generator(fastest, EarlyExitDrafter(fastest))
 
 
 def heads_row_names(heads: Sequence[str]) -> list[str]:

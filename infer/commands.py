@@ -78,7 +78,8 @@ class Generate(SamplingOptions):
     stop: tuple[str, ...] = ()
     """Strings that end the answer; they are not printed."""
     tree: str = "auto"
-    """auto, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine."""
+    """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,
+    tuned is what `medusa-heads tree` stored with the heads."""
     dtype: Dtype | None = None
     """Number type of the base model and the heads; by default the base checkpoint's own."""
     device: str = "auto"
@@ -113,7 +114,8 @@ class Chat(SamplingOptions):
     stop: tuple[str, ...] = ()
     """Strings that end an answer; they are not printed."""
     tree: str = "auto"
-    """auto, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine."""
+    """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,
+    tuned is what `medusa-heads tree` stored with the heads."""
     dtype: Dtype | None = None
     """Number type of the base model and the heads; by default the base checkpoint's own."""
     device: str = "auto"

@@ -47,6 +47,11 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"--device {name}: write auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=device).item()  # `meta` holds no numbers, the others may be missing here
+        except (RuntimeError, AssertionError, ImportError):
+            raise ValueError(f"--device {name}: torch cannot compute on such a device here; use --device cpu") from None
     return device
 
 

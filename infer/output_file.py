@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ def replacing_file(path: Path) -> Iterator[Path]:
         work.replace(path)
     finally:
         work.unlink(missing_ok=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed writers of `path` left beside it. For the holder of its lock alone: nobody may be writing it."""
+    name = re.compile(rf"\.{re.escape(path.name)}-\d+{re.escape(path.suffix)}")
+    for leftover in path.parent.iterdir():
+        if name.fullmatch(leftover.name):
+            leftover.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -60,6 +60,14 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     return enumerate(text.split("\n"), start=1)
 
 
+def check_whole_characters(text: str, where: str) -> None:
+    """Raises ValueError naming `where` for text that no tokenizer and no file takes: JSON may hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half a surrogate pair ({error.reason}): the text was cut inside a character") from None
+
+
 def _parse(line: str, number: int) -> Prompt:
     try:
         row = json.loads(line)
@@ -72,9 +80,14 @@ def _parse(line: str, number: int) -> Prompt:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
             raise ValueError("has a message without `role` and `content` strings")
+        for part in ("role", "content"):
+            check_whole_characters(message[part], part)
         kept.append({"role": message["role"], "content": message["content"]})
         if message["role"] == "user":
-            return Prompt(str(row.get("id", f"line-{number}")), str(row.get("category", "all")), kept)
+            prompt = Prompt(str(row.get("id", f"line-{number}")), str(row.get("category", "all")), kept)
+            for part in ("id", "category"):
+                check_whole_characters(getattr(prompt, part), part)
+            return prompt
     raise ValueError("has no user turn")
 
 
@@ -87,8 +100,10 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     """Chat messages -> the token ids after which the model answers.
 
     Raises ValueError when the tokenizer has no chat template, or one that refuses these messages or
-    opens no answer.
+    opens no answer, and for text cut inside a character.
     """
+    for message in messages:
+        check_whole_characters(message["content"], f"the {message['role']}'s message")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the base model's tokenizer has no chat template: give a model tuned for chat")
     try:

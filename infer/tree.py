@@ -99,7 +99,7 @@ def load_tree(path: str | Path) -> Tree:
     try:
         values = json.loads(Path(path).read_text())
     except FileNotFoundError:
-        raise ValueError(f"--tree {path}: no such file; write auto, chain, beam:N, static:N or a JSON file of rank paths") from None
+        raise ValueError(f"--tree {path}: no such file; write auto, tuned, chain, beam:N, static:N or a JSON file of rank paths") from None
     except OSError as error:
         raise ValueError(f"--tree {path} cannot be read ({error.strerror}): give a JSON file of rank paths") from None
     except ValueError as error:  # not JSON, or not text at all

@@ -4,18 +4,22 @@ chain          the K best tokens, one below the other
 beam:N         N nodes chosen anew at every step by the per-depth beam
 static:N       N nodes chosen once, from rank accuracies measured on validation text
 FILE.json      a static tree of rank paths
+tuned          the tree that `medusa-heads tree` chose for these heads and stored with them
 auto           the beam tree whose size gives the most tokens per second on this machine
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
-from infer.tree import Tree, chain, load_tree
+from infer.tree import Tree, build_tree, chain, load_tree
 from infer.tree_builders import static_tree
 from medusa_heads.checkpoint import HeadsCheckpoint
 
 BEAM_WIDTH = 20
+TUNED_FILE = "trees/tuned.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +30,43 @@ class BeamTree:
     width: int = BEAM_WIDTH
 
 
+def most_beam_nodes(checkpoint: HeadsCheckpoint) -> int:
+    """What the beams can score: width paths, then width squared per further depth."""
+    return BEAM_WIDTH + (checkpoint.config.num_heads - 1) * BEAM_WIDTH**2
+
+
 def beam_tree(num_nodes: int, checkpoint: HeadsCheckpoint) -> BeamTree:
-    """Raises ValueError beyond what the beams can score: width paths, then width squared per further depth."""
-    most = BEAM_WIDTH + (checkpoint.config.num_heads - 1) * BEAM_WIDTH**2
+    """Raises ValueError beyond what the beams can score."""
+    most = most_beam_nodes(checkpoint)
     if num_nodes > most:
         raise ValueError(
             f"--tree beam:{num_nodes}: {checkpoint.config.num_heads} heads and beams of {BEAM_WIDTH} give at most {most} nodes"
         )
     return BeamTree(num_nodes)
+
+
+def tuned_tree(checkpoint: HeadsCheckpoint) -> Tree | BeamTree:
+    """The tree stored in the heads checkpoint. Raises ValueError when there is none or its file is damaged."""
+    path = checkpoint.folder / TUNED_FILE
+    try:
+        return _stored_tree(json.loads(path.read_text())["choice"], checkpoint)
+    except FileNotFoundError:
+        raise ValueError(
+            f"--tree tuned: {checkpoint.folder} holds no tuned tree: run `medusa-heads tree` for these heads first, or give --tree auto"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--tree tuned: {path} is damaged ({error}): run `medusa-heads tree` again") from None
+
+
+def _stored_tree(choice: dict[str, Any], checkpoint: HeadsCheckpoint) -> Tree | BeamTree:
+    if choice["kind"] == "static":
+        tree = build_tree(choice["paths"])
+        tree.check(num_heads=checkpoint.config.num_heads, vocab_size=checkpoint.config.vocab_size)
+        return tree
+    num_nodes = choice["num_nodes"]
+    if choice["kind"] != "beam" or type(num_nodes) is not int or num_nodes < 0:
+        raise ValueError(f"kind {choice['kind']!r} with {num_nodes!r} nodes is no tree")
+    return beam_tree(num_nodes, checkpoint)
 
 
 def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None:
@@ -44,6 +77,8 @@ def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None
     kind, _, argument = spec.partition(":")
     if spec == "auto":
         return None
+    if spec == "tuned":
+        return tuned_tree(checkpoint)
     if spec == "chain":
         return chain(checkpoint.config.num_heads)
     if kind in ("beam", "static"):

@@ -7,11 +7,8 @@ says what differs. Saving writes to a temporary name and renames, so a folder is
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ from transformers import PreTrainedModel
 from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.heads import FAMILIES, MedusaHeads
+from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import versions
 
 PRETRAINED_DIR = Path(__file__).parent / "pretrained"
@@ -86,23 +84,40 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
     check_tensors(tensors, dict(heads.named_parameters()), path)
     heads.load_state_dict(tensors)
     heads.requires_grad_(False)
-    extra = _read_measured(folder)
+    rank_accuracy, acceptance = _read_measured(folder)
     return HeadsCheckpoint(
         heads=heads.to(device=model.device, dtype=dtype or model.dtype).eval(),
         config=config,
         folder=folder,
-        rank_accuracy=extra.get("rank_accuracy", []),
-        acceptance={int(n): float(tau) for n, tau in extra.get("acceptance_length", {}).items()},
+        rank_accuracy=rank_accuracy,
+        acceptance=acceptance,
         draft_vocabulary=_read_vocabulary(folder, config.vocab_size),
     )
 
 
-def _read_measured(folder: Path) -> dict[str, Any]:
+def _read_measured(folder: Path) -> tuple[list[list[float]], dict[int, float]]:
+    """Rank accuracy and acceptance length, empty where nothing was measured."""
     path = folder / "trees" / "measured.json"
+    if not path.is_file():
+        return [], {}
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
+    try:
+        rank_accuracy = [[_number(share) for share in shares] for shares in found.get("rank_accuracy", [])]
+        return rank_accuracy, {int(n): _number(tau) for n, tau in found.get("acceptance_length", {}).items()}
+    except (TypeError, ValueError, AttributeError):
+        raise ValueError(
+            f"{path} is damaged: expected `rank_accuracy`, a list of numbers per head, and `acceptance_length`, "
+            "a number per count of nodes; copy the checkpoint again"
+        ) from None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
 
 
 def _read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
@@ -191,34 +206,3 @@ def _command_text(command: list[str] | None) -> str:
     typed = shlex.join(command) if command else f"{name} {shlex.join(sys.argv[1:])}"
     lines = [typed, *(f"{package} {version}" for package, version in versions().items())]
     return "\n".join(lines) + "\n"
-
-
-class replacing_folder:
-    """Context manager: a fresh folder beside `folder` that takes its name when the block succeeds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> Path:
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is a file: choose another output folder")
-        try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            self.work = Path(tempfile.mkdtemp(dir=self.folder.parent, prefix=f".{self.folder.name}-writing-"))
-        except OSError as error:
-            raise ValueError(f"cannot write to {self.folder} ({error.strerror}): choose another output folder") from error
-        return self.work
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.work, ignore_errors=True)
-            if isinstance(value, (OSError, SafetensorError)):  # a full disk, for one
-                raise ValueError(f"cannot write to {self.folder} ({value}): choose another output folder") from value
-            return
-        for path in (self.work, *self.work.rglob("*")):  # mkdtemp and safetensors keep theirs to the owner
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        previous = self.folder.with_name(f".{self.folder.name}-replaced-{os.getpid()}")
-        if self.folder.exists():
-            self.folder.rename(previous)
-        self.work.rename(self.folder)
-        shutil.rmtree(previous, ignore_errors=True)

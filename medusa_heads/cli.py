@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 
+from medusa_heads.arguments import refuse_repeated_lists
 from medusa_heads.suggest import suggest
 
 COMMANDS = {
@@ -14,13 +16,25 @@ COMMANDS = {
     "generate": ("infer.commands:Generate", "answer one prompt"),
     "chat": ("infer.commands:Chat", "talk to the model, turn by turn"),
     "bench": ("infer.bench:Bench", "compare drafters with the base model on the same prompts"),
+    "tree": ("infer.tune_tree:TuneTree", "choose the fastest tree for these heads on this machine and store it with them"),
     "export": ("medusa_heads.formats.export:Export", "write heads in another engine's format"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand; user errors (ValueError) become one line and exit status 2."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        finally:
+            print(end="", flush=True)  # what is left in the buffer may meet a closed pipe too
+    except BrokenPipeError:  # the reader, `| head` for one, has seen enough: end as the shell's own tools do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush at the end
+        return 141  # 128 + SIGPIPE
+
+
+def run(arguments: list[str]) -> int:
+    """Finds the subcommand and runs it, or prints what there is."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: medusa-heads COMMAND [options]   (medusa-heads COMMAND --help lists them)\n")
         for name, (_, summary) in COMMANDS.items():
@@ -42,8 +56,10 @@ def run_command(target: str, arguments: list[str], *, prog: str) -> int:
 
     base_model.quiet_transformers()
     module, _, attribute = target.partition(":")
-    command = tyro.cli(getattr(importlib.import_module(module), attribute), args=arguments, prog=prog)
+    command_type = getattr(importlib.import_module(module), attribute)
     try:
+        refuse_repeated_lists(command_type, arguments)
+        command = tyro.cli(command_type, args=arguments, prog=prog)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return command.run() or 0

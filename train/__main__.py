@@ -19,6 +19,7 @@ from medusa_heads.embedded import cache_dir
 from medusa_heads.heads import create_heads
 from medusa_heads.lock import lock_output
 from medusa_heads.model_card import model_card
+from medusa_heads.replacing import remove_abandoned
 from train.config import TrainConfig, parse_config
 
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
@@ -107,6 +108,7 @@ def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
         probe.touch()
         probe.unlink()
         lock = lock_output(output.resolve(), "--output-dir")
+        remove_abandoned(output / "checkpoints", ".step-")
         if config.overwrite:
             set_aside(output)
         return lock

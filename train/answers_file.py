@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from infer.output_file import check_writable, replacing_file, write_text
+from infer.output_file import check_writable, remove_leftovers, replacing_file, write_text
 from medusa_heads.lock import lock_output
 
 ROWS_PER_FLUSH = 32
@@ -35,6 +35,8 @@ class AnswersFile:
         self._unflushed = 0
         output.parent.mkdir(parents=True, exist_ok=True)
         self._lock = lock_output(output, "--output")
+        for path in (self.output, self.meta_path):
+            remove_leftovers(path)
         if self.is_finished:
             if not self.meta_path.exists():
                 raise ValueError(

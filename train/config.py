@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
+from medusa_heads.arguments import refuse_repeated_lists
 from medusa_heads.config import HeadsConfig
 from medusa_heads.suggest import unknown_keys_error
 
@@ -93,13 +94,16 @@ class TrainConfig:
         _require(self.data, "data", "name at least one JSONL file")
         for name in ("epochs", "batch_size", "gradient_accumulation_steps", "save_every", "keep_checkpoints", "log_every", "max_length"):
             _require(getattr(self, name) > 0, name, "must be above 0")
-        _require(self.max_steps is None or self.max_steps > 0, "max_steps", "must be above 0")
         _require(self.pack_length >= self.max_length, "pack_length", f"{self.pack_length} is below max_length {self.max_length}")
-        _require(self.draft_vocab_size is None or self.draft_vocab_size > 0, "draft_vocab_size", "must be above 0")
-        _require(self.held_out >= 0, "held_out", "must be 0 or more")
+        for name in ("max_steps", "limit", "draft_vocab_size"):
+            _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
         _require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must lie in [0, 1)")
         _require(0 < self.slot_decay <= 1, "slot_decay", "must lie in (0, 1]")
-        _require(self.learning_rate > 0, "learning_rate", "must be above 0")
+        for name in ("learning_rate", "max_grad_norm"):
+            _require(getattr(self, name) > 0, name, "must be above 0")
+        for name in ("held_out", "weight_decay", "num_workers"):
+            _require(getattr(self, name) >= 0, name, "must be 0 or more")
+        _require(0 <= self.seed < 2**32, "seed", "must lie in [0, 2**32)")
         self.heads_config()  # raises on num_heads or num_layers below 1
 
     def heads_config(self) -> HeadsConfig:
@@ -178,4 +182,5 @@ def parse_config(argv: list[str]) -> TrainConfig:
             raise ValueError("--config needs a file name")
         from_file += yaml_arguments(arguments[at + 1])
         del arguments[at : at + 2]
+    refuse_repeated_lists(TrainConfig, arguments)
     return tyro.cli(TrainConfig, args=from_file + arguments, prog="accelerate launch -m train --config FILE")

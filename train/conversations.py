@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infer.prompts import check_whole_characters
+
 ROLES = ("system", "user", "assistant")
 
 
@@ -75,8 +77,9 @@ def parse_row(line: str, *, path: Path, number: int) -> Conversation:
         raise ValueError(f"{where}: expected a JSON object with `messages`, found {type(row).__name__}")
     input_ids, spans = _exact_tokens(row, where)
     messages = _messages(row, where, optional=input_ids is not None)
-    identity = row.get("id")
-    return Conversation(f"{path.name}:{number}" if identity is None else str(identity), messages, input_ids, spans)
+    identity = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
+    check_whole_characters(identity, f"{where}: id")
+    return Conversation(identity, messages, input_ids, spans)
 
 
 def _messages(row: dict[str, Any], where: str, *, optional: bool) -> tuple[dict[str, str], ...]:
@@ -103,10 +106,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} has role {role!r}; known are {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"{where} has a content of type {type(content).__name__}; only text (a string) can be used")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a surrogate pair ({error.reason}): the text was cut inside a character") from None
+    check_whole_characters(content, where)
     return {"role": role, "content": content}
 
 

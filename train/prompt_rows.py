@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infer.prompts import check_whole_characters
 from train.chat_turns import Message
 from train.conversations import read_lines
 
@@ -60,13 +61,16 @@ def parse_prompt_row(line: str, *, path: Path, number: int) -> PromptRow:
     if not turns:
         raise ValueError(f"{where}: no user turn, so nothing to answer")
     identity = row.get("id")
-    return PromptRow(
+    parsed = PromptRow(
         id=f"{path.name}:{number}" if identity is None else str(identity),
         source=str(row.get("source") or path.name.removesuffix(".gz").removesuffix(".jsonl")),
         category=str(row.get("category") or ""),
         turns=turns,
         where=where,
     )
+    for part in ("id", "source", "category"):
+        check_whole_characters(getattr(parsed, part), f"{where}: {part}")
+    return parsed
 
 
 def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], ...]:
@@ -89,8 +93,5 @@ def _message(message: Any, where: str) -> Message:
         raise ValueError(f"{where} has a content of type {type(content).__name__}; only text (a string) can be used")
     if message["role"] == "user" and not content.strip():
         raise ValueError(f"{where}: the user says nothing (empty content)")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half a surrogate pair ({error.reason}): the text was cut inside a character") from None
+    check_whole_characters(content, where)
     return {"role": message["role"], "content": content}

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer.loading import pick_device
+from infer.output_file import remove_leftovers
 from infer.sampling import Sampling
 from infer.static_generate import Answer, StaticGenerator, default_batch_size
 from medusa_heads import base_model
@@ -120,6 +121,8 @@ class Regenerate:
             self._answer(rows, model, chat, answers, eos_ids, {"device": _device_name(device), "self_prompts": dropped})
 
     def _check_options(self) -> None:
+        if self.self_prompts < 0:
+            raise ValueError(f"--self-prompts {self.self_prompts}: it must be 0 or more")
         if not self.prompts and self.self_prompts < 1:
             raise ValueError("nothing to answer: give --prompts FILE, or --self-prompts N to let the model write its own")
         for name, value in (("--limit", self.limit), ("--samples", self.samples), ("--max-new-tokens", self.max_new_tokens)):
@@ -163,6 +166,7 @@ class Regenerate:
         made_from = f"{fingerprint(model)[:8]}-{self.self_prompts}-seed{self.seed}"
         path = self.output.with_name(f"{self.output.name}.self-prompts-{made_from}.jsonl")
         counts: dict[str, int] = {}
+        remove_leftovers(path)
         if not (answers.resumed and path.exists()):
             counts = write_self_prompts(
                 model, chat, path, count=self.self_prompts, seed=self.seed, eos_ids=eos_ids, batch_size=self.batch_size

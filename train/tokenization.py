@@ -12,8 +12,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -24,6 +22,7 @@ import datasets
 import numpy as np
 from jinja2 import TemplateError
 
+from medusa_heads.replacing import scratch_folder
 from train.conversations import Conversation, load_conversations
 
 CACHE_VERSION = 1
@@ -300,13 +299,13 @@ def _store(rows: datasets.Dataset, counts: DataCounts, folder: Path) -> None:
     """Writes to a temporary folder and renames it; another process may have been faster."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.partial-"))
-        rows.save_to_disk(str(temporary / "rows"))
-        (temporary / "counts.json").write_text(json.dumps(asdict(counts)))
+        with scratch_folder(folder.parent, ".storing-") as scratch:
+            work = scratch / folder.name
+            rows.save_to_disk(str(work / "rows"))
+            (work / "counts.json").write_text(json.dumps(asdict(counts)))
+            try:
+                work.rename(folder)
+            except OSError:
+                assert folder.exists(), f"{folder} could not be written"
     except OSError as error:
         raise ValueError(f"cannot write the data cache in {folder.parent}: {error}") from None
-    try:
-        temporary.rename(folder)
-    except OSError:
-        shutil.rmtree(temporary)
-        assert folder.exists(), f"{folder} could not be written"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from train.batch import TrainBatch, window_counts
 from train.config import TrainConfig
 from train.headed_model import TOP, HeadedModel, HeadedOutput
 from train.packing import PackedDataset
-from train.run_state import checkpoint_folders, load_checkpoint, save_checkpoint
+from train.run_state import heads_digest, newest_checkpoint, restore, save_checkpoint
 from train.windows import WindowPlan, windows
 
 
@@ -44,6 +45,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, model: HeadedModel, rows: PackedDataset, accelerator: Accelerator) -> None:
         self.config, self.accelerator, self.rows = config, accelerator, rows
         self.num_heads = model.heads.config.num_heads
+        self.initial_heads = heads_digest(model.heads) if config.init_heads else None
         self.plan = WindowPlan(
             len(rows),
             config.batch_size,
@@ -76,6 +78,7 @@ class Trainer:
             "num_processes": self.accelerator.num_processes,
             "data_content": content,
             "base_fingerprint": self.heads.config.base_fingerprint,
+            "init_heads_weights": self.initial_heads,
             "num_steps": self.num_steps,
         }
 
@@ -128,12 +131,15 @@ class Trainer:
         assert weights_digest(self.headed.base) == before, "the frozen base model changed during training"
 
     def _resume(self) -> int:
-        folders = checkpoint_folders(Path(self.config.output_dir))
-        if not folders:
+        """Puts the newest usable checkpoint, if any, into heads and optimizer; returns the number of finished steps."""
+        checkpoint, damaged = newest_checkpoint(Path(self.config.output_dir))
+        if checkpoint is None:
             return 0
-        step = load_checkpoint(folders[-1], self.heads, self.optimizer.optimizer, self.identity())
-        self.accelerator.print(f"resuming from {folders[-1]} at step {step} of {self.num_steps}")
-        return step
+        for problem in damaged:
+            self.accelerator.print(f"warning: {problem}: going back to {checkpoint.folder.name}", file=sys.stderr)
+        restore(checkpoint, self.heads, self.optimizer.optimizer, self.identity())
+        self.accelerator.print(f"resuming from {checkpoint.folder} at step {checkpoint.step} of {self.num_steps}")
+        return checkpoint.step
 
     def _save(self, step: int) -> None:
         self.accelerator.wait_for_everyone()

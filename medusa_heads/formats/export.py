@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from medusa_heads import base_model
-from medusa_heads.checkpoint import load_heads, replacing_folder, resolve_heads
+from medusa_heads.checkpoint import load_heads, resolve_heads
 from medusa_heads.formats import Format, Probe, medusa_v1, medusa_v2, vllm
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.replacing import replacing_folder
 
 TARGETS: dict[str, Format] = {"medusa-v1": medusa_v1, "medusa-v2": medusa_v2, "vllm": vllm}
 PROBE_TEXT = "The river rises in the hills, runs past three small towns and meets the sea 41.5 km north. def area(r): return 3.14 * r"

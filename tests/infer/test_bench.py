@@ -197,6 +197,13 @@ def test_document(files: dict[str, str], uncompiled: None, tmp_path: Path, capsy
     assert (tmp_path / "p.png").stat().st_size > 1000 and "heads:second" in (tmp_path / "p.html").read_text()
 
 
+def test_suffix_and_early_exit_have_rows(files: dict[str, str], uncompiled: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files, "--drafters", "suffix,early_exit", "--batch-size", "2") == 0
+    rows = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])["rows"]
+    assert [row["drafter"] for row in rows[3:]] == ["suffix", "early_exit"]
+    assert all(row["identical_outputs"] == 1.0 for row in rows)
+
+
 def test_auto_tree_and_its_curve_are_recorded(files: dict[str, str], uncompiled: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(files, "--heads", files["first"], "--tree", "auto", "--drafters", "heads", "--limit", "1", "--dtype", "bfloat16") == 0
     document = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
@@ -239,6 +246,7 @@ def test_broken_drafter_is_seen(
         (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
         (["--max-new-tokens", "500"], "pass the context of 512 tokens"),
         (["--heads", "/nowhere"], "--heads /nowhere: no such folder"),
+        (["--heads", "none"], "--heads none: the base rows decode without heads; leave `heads` out of --drafters instead"),
         ([], "--heads is needed"),
     ],
 )

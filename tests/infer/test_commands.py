@@ -130,6 +130,10 @@ def test_chat_survives_a_message_beyond_the_context(
         (["--prompt", "a", "--stop", ""], "a stop string is empty"),
         (["--prompt", "a", "--device", "nowhere"], "--device nowhere"),
         (["--prompt", "a", "--device", "cuda:99"], "--device cuda:99"),
+        (["--prompt", "a", "--device", "meta"], "--device meta: torch cannot compute"),
+        (["--prompt", "a", "--device", "xla"], "--device xla: torch cannot compute"),
+        (["--prompt", "cut \udcff"], "the user's message holds half a surrogate pair"),
+        (["--prompt", "a", "--stop", "x", "--stop", "y"], "--stop is given 2 times"),
     ],
 )
 def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

@@ -38,6 +38,18 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     assert "line 1 " not in str(raised.value)
 
 
+@pytest.mark.parametrize("part", ["id", "category", "role", "content"])
+def test_half_a_surrogate_pair_is_named(tmp_path: Path, part: str) -> None:
+    row = {"id": "a", "category": "c", "messages": [{"role": "user", "content": "x"}]}
+    cut = {part: "cut \ud800"}
+    row = row | ({"messages": [{"role": "system", "content": "x"} | cut, *MESSAGES]} if part in ("role", "content") else cut)
+    (tmp_path / "p.jsonl").write_text(GOOD + "\n" + json.dumps(row))
+    with pytest.raises(ValueError, match=f"line 2 {part} holds half a surrogate pair"):
+        load_prompts(tmp_path / "p.jsonl")
+    with pytest.raises(ValueError, match="the user's message holds half a surrogate pair"):
+        encode_chat(tiny_tokenizer(), [{"role": "user", "content": "\udcff"}])
+
+
 def test_empty_and_truncated_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 50)[:-9])

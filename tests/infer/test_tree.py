@@ -106,7 +106,7 @@ def test_wrong_json_is_refused_with_the_reason(tmp_path: Path, content: str, mes
 
 
 def test_missing_file_names_the_other_choices(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file; write auto, chain, beam:N"):
+    with pytest.raises(ValueError, match="no such file; write auto, tuned, chain, beam:N"):
         load_tree(tmp_path / "none.json")
 
 

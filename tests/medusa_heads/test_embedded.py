@@ -131,9 +131,11 @@ def test_a_killed_conversion_does_not_pass_for_whole(tmp_path: Path, cache: Path
     killed = subprocess.run([sys.executable, "-c", KILLED, hashlib.sha256(CONTENT).hexdigest()], cwd=Path(embedded.__file__).parents[1])
     assert killed.returncode == -9
     assert not (cache / embedded.FOLDER_NAME).exists()
+    assert list(cache.iterdir()), "nothing was left behind: the last line shows nothing"
     _accept(CONTENT, monkeypatch)
     monkeypatch.setattr(embedded, "_convert", _copy_as_model)
     assert (embedded.embedded_model_path() / "model.safetensors").read_bytes() == CONTENT
+    assert list(cache.iterdir()) == [cache / embedded.FOLDER_NAME]
 
 
 def test_a_folder_without_weights_is_made_anew(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,12 @@ def test_a_list_flag_may_hold_several_values(tmp_path: Path) -> None:
     assert parse_config(["--data", "x.jsonl", "y.jsonl", "--config", file]).data == ["x.jsonl", "y.jsonl"]
 
 
+def test_a_list_flag_given_twice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, "output_dir: out\ndata: [a.jsonl]\n")
+    with pytest.raises(ValueError, match=r"--data is given 2 times.*--data A B"):
+        parse_config(["--data", "x.jsonl", "--config", file, "--data=y.jsonl"])
+
+
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_bool_options_can_be_set_either_way(tmp_path: Path, value: str) -> None:
     file = write(tmp_path, f"output_dir: out\ndata: [a.jsonl]\nown_lm_head: {value}\n")
@@ -107,10 +113,15 @@ def test_a_missing_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("num_heads", 0), ("epochs", 0), ("max_steps", 0), ("held_out", -1), ("slot_decay", 0.0), ("learning_rate", 0.0)]
+    ("name", "value"),
+    [
+        *(("num_heads", 0), ("epochs", 0), ("max_steps", 0), ("held_out", -1), ("slot_decay", 0.0), ("learning_rate", 0.0)),
+        *(("max_grad_norm", 0.0), ("max_grad_norm", -1.0), ("weight_decay", -0.1), ("num_workers", -1), ("limit", 0)),
+        *(("seed", -1), ("seed", 2**32)),
+    ],
 )
 def test_impossible_values_name_their_option(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"^{name}"):
         TrainConfig(output_dir="out", data=["a.jsonl"], **{name: value})  # type: ignore[arg-type]
 
 

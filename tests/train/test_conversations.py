@@ -63,6 +63,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"messages": [USER, {"role": "assistant", "content": [{"type": "text"}]}]}, "message 2 has a content of type list"),
     ({"messages": [USER, {"role": "assistant"}]}, "message 2 has a content of type NoneType"),
     ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "surrogate"),
+    ('{"id": "\\ud83d", "messages": [{"role": "assistant", "content": "x"}]}', "id holds half a surrogate"),
     ({**GOOD, "input_ids": [1, 2]}, "one is missing"),
     ({**GOOD, "input_ids": [], "assistant_spans": []}, "non-empty list of token ids"),
     ({**GOOD, "input_ids": [1, -2], "assistant_spans": []}, "non-empty list of token ids"),

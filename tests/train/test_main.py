@@ -21,6 +21,7 @@ from infer.tree_builders import static_tree
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads
 from medusa_heads.lock import lock_output
+from medusa_heads.replacing import LOCK_NAME
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from train.__main__ import main, run, split_by_id
 from train.config import parse_config
@@ -171,6 +172,16 @@ def test_two_runs_into_one_folder_are_refused(workspace: Path, capsys: pytest.Ca
     assert "another run is writing there" in refusal(workspace, capsys)
     lock.release()
     assert main(arguments(workspace, "--max-steps", "1")) == 0
+
+
+def test_what_killed_runs_left_in_the_output_is_removed(workspace: Path) -> None:
+    left = [workspace / "out" / name for name in (".finished-writing-x", "checkpoints/.step-77-writing-x")]
+    for path in left:
+        (path / "new").mkdir(parents=True)
+        (path / LOCK_NAME).touch()
+    run(parse_config(arguments(workspace, "--max-steps", "1")))
+    assert not any(path.exists() for path in left)
+    assert not [path for path in (workspace / "out").rglob(".*") if "writing" in path.name]
 
 
 def test_heads_load_on_the_base_in_any_type(workspace: Path) -> None:

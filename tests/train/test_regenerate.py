@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from medusa_heads.lock import lock_output
 from tests.tiny_models import TURN_END, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from train import regenerate
 from train.answers_file import AnswersFile
@@ -218,6 +219,27 @@ def test_killed_before_the_first_line_is_whole(base: str, prompts: Path, tmp_pat
     assert len(read(tmp_path / "out.jsonl")) == len(PROMPTS)
 
 
+def test_temporary_files_of_a_killed_run_are_removed(talkative: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"self_prompts": 20, "batch_size": 8}
+    command(talkative, tmp_path / "whole.jsonl", **options).run()
+    own = next(path.name for path in tmp_path.glob("whole.jsonl.self-prompts-*")).replace("whole", "out")
+    left = [tmp_path / name for name in (".out.jsonl-7.jsonl", ".out.jsonl.meta.json-7.json", f".{own}-7.jsonl")]
+    others = [tmp_path / name for name in (".out.jsonl-7.jsonl-7.jsonl", ".other.jsonl-7.jsonl", "out.jsonl-7.jsonl")]
+    for path in left + others:
+        path.write_text("half")
+    command(talkative, tmp_path / "out.jsonl", **options).run()
+    assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+
+
+def test_a_run_that_is_refused_removes_nothing(base: str, prompts: Path, tmp_path: Path) -> None:
+    lock = lock_output(tmp_path / "out.jsonl", "--output")
+    (tmp_path / ".out.jsonl-7.jsonl").write_text("being written")
+    with pytest.raises(ValueError, match="another run is writing there"):
+        command(base, tmp_path / "out.jsonl", prompts).run()
+    lock.release()
+    assert (tmp_path / ".out.jsonl-7.jsonl").exists()
+
+
 def test_finished_work_is_not_repeated(base: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command(base, tmp_path / "out.jsonl", prompts).run()
     monkeypatch.setattr(Regenerate, "_answer", lambda *args: pytest.fail("answered again"))
@@ -260,6 +282,7 @@ def test_a_foreign_output_is_not_overwritten(base: str, prompts: Path, tmp_path:
         ('{"messages": [{"role": "robot", "content": "x"}]}', "p.jsonl:3: message 1 is not"),
         ('{"messages": [{"role": "user", "content": 3}]}', "p.jsonl:3: message 1 has a content of type int"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "p.jsonl:3: message 1 holds half"),
+        ('{"category": "\\udfff", "messages": [{"role": "user", "content": "x"}]}', "p.jsonl:3: category holds half"),
         ('{"id": "a", "messages": [{"role": "user", "content": "x"}]}', "p.jsonl:3: id 'a' is already"),
     ],
 )
@@ -298,6 +321,7 @@ def test_a_turn_the_template_refuses_is_named(prompts: Path, tmp_path: Path) -> 
         ({"batch_size": 0}, "--batch-size 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"limit": 0}, "--limit 0"),
+        ({"self_prompts": -1}, "--self-prompts -1: it must be 0 or more"),
         ({"top_p": 0.0}, "--top-p"),
         ({"device": "tpu?"}, "--device"),
     ],

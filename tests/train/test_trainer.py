@@ -18,7 +18,7 @@ from tests.train.training_runs import make_trainer, result, rows
 from train import trainer as trainer_module
 from train.batch import make_batch
 from train.packing import collate
-from train.run_state import checkpoint_folders
+from train.run_state import checkpoint_folders, save_checkpoint
 
 
 def assert_same_run(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> None:
@@ -137,6 +137,72 @@ def test_resume_refuses_another_run_and_says_what_changed(tmp_path: Path) -> Non
         make_trainer(tmp_path, save_every=2, learning_rate=0.02).train()
     with pytest.raises(ValueError, match="data_content was"):
         make_trainer(tmp_path, save_every=2, dataset=rows(seed=5)).train()
+
+
+def damage_state(folder: Path, kept: int) -> None:
+    path = folder / "state.pt"
+    path.write_bytes(path.read_bytes()[:kept])
+
+
+def flip_a_byte_of_the_weights(folder: Path) -> None:
+    weight = torch.load(folder / "state.pt")["heads"]["weight"].numpy().tobytes()
+    data = bytearray((folder / "state.pt").read_bytes())
+    data[data.index(weight) + 5] ^= 0xFF
+    (folder / "state.pt").write_bytes(data)
+
+
+DAMAGES = {
+    "truncated": lambda folder: damage_state(folder, 3000),
+    "last byte gone": lambda folder: damage_state(folder, -1),
+    "empty": lambda folder: damage_state(folder, 0),
+    "flipped": flip_a_byte_of_the_weights,
+    "missing": lambda folder: (folder / "state.pt").unlink(),
+    "run.json": lambda folder: (folder / "run.json").write_text('{"step": 9'),
+    "not a run": lambda folder: (folder / "run.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any) -> None:
+    whole = make_trainer(tmp_path, save_every=3)
+    whole.train()
+    before, newest = checkpoint_folders(tmp_path)
+    damage(newest)
+    capsys.readouterr()
+    resumed = make_trainer(tmp_path, save_every=3)
+    resumed.train()
+    assert len(resumed.losses) == int(newest.name.split("-")[1]) - int(before.name.split("-")[1])  # type: ignore[attr-defined]
+    for name, weight in whole.heads.named_parameters():
+        assert torch.equal(weight, dict(resumed.heads.named_parameters())[name])
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"warning: checkpoint {newest} is damaged (") and warnings[0].endswith(f"going back to {before.name}")
+
+
+def test_a_damaged_checkpoint_costs_no_good_one(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, save_every=3)
+    trainer.train()
+    good, newest = checkpoint_folders(tmp_path)
+    damage_state(newest, 0)
+    step = int(good.name.split("-")[1])
+    save_checkpoint(tmp_path, step, trainer.heads, trainer.optimizer.optimizer, trainer.identity(), 1)
+    assert checkpoint_folders(tmp_path) == [good]
+
+
+def test_without_a_usable_checkpoint_the_run_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, save_every=3).train()
+    for folder in checkpoint_folders(tmp_path):
+        damage_state(folder, 100)
+    with pytest.raises(ValueError, match=r"cannot resume: .*step-\d+ is damaged.*; .*step-\d+ is damaged.*--overwrite"):
+        make_trainer(tmp_path, save_every=3).train()
+
+
+def test_resume_refuses_other_initial_heads(tmp_path: Path) -> None:
+    """Fine-tuning names the heads it starts from; the folder of that name may hold others by now."""
+    make_trainer(tmp_path, save_every=2, init_heads="somewhere", seed_heads=1).train()
+    with pytest.raises(ValueError, match=r"init_heads_weights was '\w{16}', is '\w{16}'"):
+        make_trainer(tmp_path, save_every=2, init_heads="somewhere", seed_heads=2).train()
+    make_trainer(tmp_path, save_every=2, init_heads="somewhere", seed_heads=1).train()
 
 
 def test_half_written_checkpoint_is_not_used(tmp_path: Path) -> None:

@@ -34,11 +34,16 @@ def rows(count: int = 24, seed: int = 0) -> datasets.Dataset:
     return datasets.Dataset.from_list(documents)
 
 
-def make_trainer(output: Path, *, dataset: datasets.Dataset | None = None, family: str = "llama", **options: Any) -> Trainer:
+def make_trainer(
+    output: Path, *, dataset: datasets.Dataset | None = None, family: str = "llama", seed_heads: int | None = None, **options: Any
+) -> Trainer:
+    """seed_heads: draws the heads' first weights instead of the zeros of a fresh run."""
     defaults: dict[str, Any] = {"num_heads": 3, "batch_size": 2, "epochs": 2, "learning_rate": 0.01, "num_workers": 0, "log_every": 1}
     config = TrainConfig(output_dir=str(output), data=["unused"], max_length=PACK_LENGTH, pack_length=PACK_LENGTH, **(defaults | options))
     base = tiny_model(family)
     heads = create_heads(config.heads_config(), base)
+    if seed_heads is not None:
+        torch.nn.init.normal_(heads.weight, std=0.1, generator=torch.Generator().manual_seed(seed_heads))
     packed = PackedDataset(dataset if dataset is not None else rows(), pack_length=PACK_LENGTH, num_heads=config.num_heads)
     trainer = Trainer(config, HeadedModel(base, heads), packed, Accelerator(cpu=True))
     trainer.losses = []  # type: ignore[attr-defined]

@@ -1,0 +1,249 @@
+"""A base model, its heads and prompts -> the tree with the most tokens per second on this machine, stored with the heads.
+
+tokens per second of a tree = batch * expected acceptance length / mean step seconds over the contexts.
+The acceptance is measured on the base's own answers, the step times on zeros in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from infer.answer_acceptance import answer, measure_acceptance
+from infer.auto_tree import SIZES, StepTime, expected_length, longest_context, measure_trees
+from infer.bench import check_room
+from infer.engine.packed_linear import decoding_copies, fastest_copy, is_packed
+from infer.expected_acceptance import NUM_RANKS, Measured, held_out_static_length
+from infer.generate import Generator
+from infer.hardware import hardware
+from infer.loading import Dtype, default_heads, load_model
+from infer.output_file import check_writable, write_text
+from infer.prompts import encode_chat, file_sha256, load_prompts
+from infer.report import require_matplotlib
+from infer.tree import Tree
+from infer.tree_builders import static_tree
+from infer.tree_spec import TUNED_FILE, BeamTree, most_beam_nodes
+from infer.tune_report import plot_tuning, print_tuning
+from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, resolve_heads
+from medusa_heads.replacing import replacing_folder
+from medusa_heads.versions import commit, versions
+
+CONTEXTS = (128, 512, 2048)
+TIME_LIMIT_S = 20.0  # per context and copy of the base: two kinds of trees take turns
+MEASURED_FILE = "trees/measured.json"
+
+Key = tuple[str, int]  # kind and number of nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneTree:
+    """Choose the tree with the most tokens per second on this machine and store it with the heads.
+
+    The base answers the prompts; what the heads would have drafted there gives the acceptance, this
+    machine the step times. `--tree tuned` then uses the choice.
+    """
+
+    prompts: Path
+    """File of prompts (JSONL or .gz, rows with `messages`) that the heads were not trained on."""
+    base: str = "embedded"
+    """Base model: `embedded`, a local folder or a hub id."""
+    heads: str | None = None
+    """Heads: `pretrained`, `pretrained:NAME` or a folder. Default: the shipped ones, for the embedded base."""
+    limit: int | None = None
+    """Take only the first N prompts."""
+    batch_size: int = 1
+    """Prompts answered at once, while measuring and later."""
+    max_new_tokens: int = 128
+    """Longest answer in tokens."""
+    dtype: Dtype | None = None
+    """Number type of the base model and the heads; by default the base checkpoint's own."""
+    device: str = "auto"
+    """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
+    output: Path | None = None
+    """Write a copy of the heads with the tree to this new folder; by default the tree is stored in the heads' own."""
+    plot: Path | None = None
+    """Draw the measured curves into this PNG (needs the extra `plot`)."""
+
+    def run(self) -> None:
+        name = default_heads(self.base, self.heads)
+        folder = resolve_heads(name)
+        self._check(folder)
+        prompts = load_prompts(self.prompts, self.limit)
+        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
+        checkpoint = load_heads(name, model)
+        prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
+        check_room(model, prompts, prompt_ids, self.max_new_tokens)
+        copies = decoding_copies(model)
+        generator = Generator(fastest_copy(copies, [self.batch_size]), tokenizer=tokenizer)
+        answers = answer(generator, prompt_ids, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
+        measured = measure_acceptance(model, checkpoint, prompt_ids, answers)
+        trees, lengths = candidate_trees(checkpoint, measured)
+        contexts = sorted({min(context, longest_context(model, trees)) for context in CONTEXTS})
+        curve = [
+            row
+            for engine in copies
+            for row in measure_curve(
+                engine, load_heads(name, model, dtype=engine.dtype), trees, lengths, batch_size=self.batch_size, contexts=contexts
+            )
+        ]
+        summary = summarize(curve)
+        best = best_row(summary)
+        document = {
+            "choice": {**best, **describe(trees[best["kind"], best["num_nodes"]])},
+            "summary": summary,
+            "curve": curve,
+            "settings": {
+                "base": self.base,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+                "batch_size": self.batch_size,
+                "contexts": contexts,
+                "max_new_tokens": self.max_new_tokens,
+                "num_positions": measured.num_positions,
+            },
+            "hardware": hardware(model.device),
+            "versions": versions(),
+            "commit": commit(),
+            "prompts": {"file": self.prompts.name, "sha256": file_sha256(self.prompts), "num": len(prompts)},
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        print_tuning(document)
+        stored = store(document, measured, folder, self.output)
+        print(f"stored in {stored / TUNED_FILE}: decode with --heads {stored} --tree tuned")
+        if self.plot is not None:
+            plot_tuning(document, self.plot)
+
+    def _check(self, folder: Path) -> None:
+        """Everything that can be refused before the work starts."""
+        for option, value in (("--max-new-tokens", self.max_new_tokens), ("--batch-size", self.batch_size)):
+            if value < 1:
+                raise ValueError(f"{option} {value}: must be at least 1")
+        if self.output is None:
+            try:
+                check_writable(folder / TUNED_FILE, "--heads")
+            except ValueError as error:
+                raise ValueError(f"{error}; --output DIR writes a copy of the heads with the tree") from None
+        elif self.output.exists() and not (self.output.is_dir() and not any(self.output.iterdir())):
+            raise ValueError(f"--output {self.output} is there already: give a new folder for the copy of the heads")
+        else:
+            check_writable(self.output / "config.json", "--output")
+        if self.plot is not None:
+            require_matplotlib()
+            check_writable(self.plot, "--plot")
+
+
+def candidate_trees(checkpoint: HeadsCheckpoint, measured: Measured) -> tuple[dict[Key, Tree | BeamTree], dict[Key, float]]:
+    """Plain decoding (a beam of no nodes), then beam and static trees in growing size, with their expected acceptance lengths."""
+    vocabulary = checkpoint.draft_vocabulary
+    num_ranks = min(NUM_RANKS, checkpoint.config.vocab_size if vocabulary is None else len(vocabulary))
+    accuracy = [row[:num_ranks] for row in measured.rank_accuracy]
+    trees: dict[Key, Tree | BeamTree] = {}
+    lengths: dict[Key, float] = {}
+    for size in SIZES:
+        if size <= most_beam_nodes(checkpoint):
+            trees["beam", size] = BeamTree(size)
+            lengths["beam", size] = expected_length(measured.acceptance_length, size)
+        if size and (tree := static_tree(accuracy, size)).num_nodes == size:
+            trees["static", size] = tree
+            lengths["static", size] = held_out_static_length(measured.ranks_RK, size, num_ranks=num_ranks)
+    return trees, lengths
+
+
+def measure_curve(
+    engine: PreTrainedModel,
+    checkpoint: HeadsCheckpoint,
+    trees: Mapping[Key, Tree | BeamTree],
+    lengths: Mapping[Key, float],
+    *,
+    batch_size: int,
+    contexts: Sequence[int],
+) -> list[dict[str, Any]]:
+    """One row per context and tree: step times of one copy of the base and the tokens per second they give."""
+    rows = []
+    for context in tqdm(contexts, desc="step times", unit="context", file=sys.stderr):
+        times = measure_trees(engine, checkpoint, trees, lengths, batch_size=batch_size, context=context, time_limit_s=TIME_LIMIT_S)
+        rows += [_row(engine, key, lengths[key], step, context, batch_size) for key, step in times.items()]
+    return rows
+
+
+def _row(engine: PreTrainedModel, key: Key, length: float, step: StepTime, context: int, batch_size: int) -> dict[str, Any]:
+    return {
+        "engine": "packed" if is_packed(engine) else "stock",
+        "kind": key[0],
+        "num_nodes": key[1],
+        "context": context,
+        "draft_s": step.draft_s,
+        "forward_s": step.forward_s,
+        "expected_acceptance_length": length,
+        "expected_tokens_per_second": batch_size * length / step.total_s,
+    }
+
+
+def summarize(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The curve over contexts: as many tokens at every context, so step times are averaged, not speeds.
+
+    Trees that latency ruled out at one context are left out.
+    """
+    contexts = {row["context"] for row in curve}
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
+    for row in curve:
+        groups.setdefault((row["engine"], row["kind"], row["num_nodes"]), []).append(row)
+    return [
+        {
+            "engine": engine,
+            "kind": kind,
+            "num_nodes": num_nodes,
+            "expected_acceptance_length": rows[0]["expected_acceptance_length"],
+            "expected_tokens_per_second": 1 / mean(1 / row["expected_tokens_per_second"] for row in rows),
+        }
+        for (engine, kind, num_nodes), rows in groups.items()
+        if len(rows) == len(contexts)
+    ]
+
+
+def best_row(summary: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row with the most tokens per second; the smaller tree on a tie."""
+    return max(summary, key=lambda row: (row["expected_tokens_per_second"], -row["num_nodes"]))
+
+
+def describe(tree: Tree | BeamTree) -> dict[str, Any]:
+    """What `--tree tuned` needs to build the tree again."""
+    return {"paths": [list(path) for path in tree.paths]} if isinstance(tree, Tree) else {"width": tree.width}
+
+
+def store(document: dict[str, Any], measured: Measured, folder: Path, output: Path | None) -> Path:
+    """Writes acceptance and choice into the heads `folder`, or into a copy of it at `output`. Returns where they are."""
+    if output is not None:
+        with replacing_folder(output) as work:
+            copy_heads(folder, work)
+            _write(document, measured, work)
+        return output
+    try:
+        _write(document, measured, folder)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); --output DIR writes a copy of the heads with the tree") from None
+    return folder
+
+
+def copy_heads(folder: Path, target: Path) -> None:
+    """The files of a heads checkpoint; not the training states that may lie beside them."""
+    (target / "trees").mkdir()
+    for path in (*folder.iterdir(), *folder.glob("trees/*.json")):
+        if path.is_file() and path.suffix != ".lock":
+            shutil.copyfile(path, target / path.relative_to(folder))
+
+
+def _write(document: dict[str, Any], measured: Measured, folder: Path) -> None:
+    (folder / "trees").mkdir(exist_ok=True)
+    write_text(folder / MEASURED_FILE, json.dumps(measured.as_dict(), indent=1) + "\n")
+    write_text(folder / TUNED_FILE, json.dumps(document, indent=1) + "\n")

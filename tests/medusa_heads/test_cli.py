@@ -1,0 +1,57 @@
+"""The command itself: what is refused before a subcommand runs, and a reader that leaves early."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from medusa_heads import cli
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """Prints its options."""
+
+    heads: tuple[str, ...] = ()
+    """Several values."""
+    num_rows: int = 1
+    """One value."""
+
+    def run(self) -> None:
+        print(*self.heads, self.num_rows)
+
+
+@pytest.fixture(autouse=True)
+def _echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "echo", (f"{__name__}:Echo", "print"))
+
+
+@pytest.mark.parametrize("twice", [["--heads", "a", "--heads", "b"], ["--heads=a", "--num-rows", "2", "--heads", "b", "c"]])
+def test_a_list_given_twice_is_refused(capsys: pytest.CaptureFixture[str], twice: list[str]) -> None:
+    assert cli.main(["echo", *twice]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "error: --heads is given 2 times: give it once, with all its values behind it (--heads A B)\n"
+    assert not captured.out
+
+
+def test_one_list_and_repeated_single_values_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["echo", "--heads", "a", "b", "--num-rows", "2", "--num_rows", "3"]) == 0
+    assert capsys.readouterr().out == "a b 3\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect-data", "--help"]])
+def test_a_reader_that_leaves_early_gets_no_traceback(arguments: list[str]) -> None:
+    reading_end, writing_end = os.pipe()
+    os.close(reading_end)
+    try:
+        command = [sys.executable, "-m", "medusa_heads.cli", *arguments]
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        ended = subprocess.run(command, stdout=writing_end, stderr=subprocess.PIPE, cwd=Path(cli.__file__).parents[1], env=buffered)
+    finally:
+        os.close(writing_end)
+    assert (ended.returncode, ended.stderr) == (141, b"")
