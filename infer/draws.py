@@ -1,0 +1,56 @@
+"""Probabilities -> decisions: the only source of randomness of sampled verification."""
+
+# V vocabulary
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Law(Protocol):
+    """A vector [V] of probabilities: a torch tensor, or a numpy object array of Fractions."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+    def __sub__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+    def __rmul__(self, other: Any, /) -> Any: ...
+    def __truediv__(self, other: Any, /) -> Any: ...
+    def __pow__(self, other: Any, /) -> Any: ...
+    def __gt__(self, other: Any, /) -> Any: ...
+    def sum(self) -> Any: ...
+
+
+class Draws(Protocol):
+    """The only source of randomness."""
+
+    def accept(self, probability: Any) -> bool:
+        """True with this probability."""
+        ...
+
+    def index(self, weights: Law) -> int:
+        """An index drawn in proportion to the weights, never one of weight 0."""
+        ...
+
+
+class GeneratorDraws:
+    """Draws from a generator on the CPU: reproducible under its seed, the laws may lie on any device."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def accept(self, probability: Any) -> bool:
+        return self.uniform() < float(probability)
+
+    def index(self, weights: Law) -> int:
+        assert isinstance(weights, Tensor)
+        cumulative_V = weights.cumsum(-1, dtype=torch.float64)  # float32 would lose rare tokens
+        last = torch.searchsorted(cumulative_V, cumulative_V[-1])  # the last token of positive weight
+        return int(torch.searchsorted(cumulative_V, self.uniform() * cumulative_V[-1], right=True).clamp(max=last))
+
+    def uniform(self) -> float:
+        """In [0, 1)."""
+        return float(torch.rand((), generator=self.generator, dtype=torch.float64))
