@@ -48,8 +48,8 @@ class GeneratorDraws:
     def index(self, weights: Law) -> int:
         assert isinstance(weights, Tensor)
         cumulative_V = weights.cumsum(-1, dtype=torch.float64)  # float32 would lose rare tokens
-        last = torch.searchsorted(cumulative_V, cumulative_V[-1])  # the last token of positive weight
-        return int(torch.searchsorted(cumulative_V, self.uniform() * cumulative_V[-1], right=True).clamp(max=last))
+        # right=True never lands on a weight of 0, and in float64 a uniform number times the total stays below the total
+        return int(torch.searchsorted(cumulative_V, self.uniform() * cumulative_V[-1], right=True))
 
     def uniform(self) -> float:
         """In [0, 1)."""

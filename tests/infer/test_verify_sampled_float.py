@@ -19,6 +19,7 @@ from infer.verify_sampled import (
     block_verification,
     ratio,
     residual,
+    sample_and_match,
     token_rejection,
     typical_acceptance,
     without,
@@ -144,6 +145,11 @@ def test_only_nodes_that_can_be_accepted_are_read() -> None:
         assert verifier(tree, p, q, draws) == ([0], 1)
 
 
+def test_sample_and_match_takes_the_first_of_twins() -> None:
+    p = [torch.tensor([0.0, 1.0])] * 4
+    assert sample_and_match(DraftTree((0, 1, 1, 1), (0, 0, 0, 2)), p, GeneratorDraws(torch.Generator().manual_seed(0))) == ([0, 1], 1)
+
+
 def test_arithmetic_where_nothing_is_left() -> None:
     law, other = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])
     assert ratio(law[2], law[2]) == 0 and ratio(law[0], law[2]) == 1 and ratio(law[2], law[0]) == 0
@@ -163,15 +169,18 @@ def test_generator_draws_follow_the_weights_and_skip_zeros() -> None:
     assert abs(sum(draws.accept(torch.tensor(0.25)) for _ in range(4000)) - 1000) < 4 * 27.4
     assert not any(draws.accept(0) for _ in range(100)) and all(draws.accept(1) for _ in range(100))
 
-    draws.uniform = lambda: 1 - 2**-53  # type: ignore[method-assign]  # the largest there is
-    assert draws.index(weights_V) == 3 and draws.index(torch.tensor([1.0, 0.0])) == 0
+    draws.uniform = lambda: 0.0  # type: ignore[method-assign]
+    assert draws.index(weights_V) == 1 and not draws.accept(0)
+    draws.uniform = lambda: 1 - 2**-53  # type: ignore[method-assign]  # the largest that torch.rand gives
+    assert all(draws.index(scale * weights_V) == 3 for scale in torch.linspace(0.01, 5, 300)) and draws.accept(1)
 
 
 def test_typical_acceptance_takes_the_longest_then_the_likeliest_path() -> None:
     flat_V, sure_V = torch.full((10,), 0.1), torch.tensor([0.91] + [0.01] * 9)
-    tree = DraftTree((0, 3, 4, 0, 5), (0, 0, 0, 1, 2))
+    tree, mirrored = DraftTree((0, 3, 4, 0, 5), (0, 0, 0, 1, 2)), DraftTree((0, 4, 3, 5, 0), (0, 0, 0, 1, 2))
     draws = GeneratorDraws(torch.Generator().manual_seed(0))
     assert typical_acceptance(tree, [flat_V, sure_V, flat_V, sure_V, sure_V], draws)[0] == [0, 1, 3]  # .91 against .1
+    assert typical_acceptance(mirrored, [flat_V, flat_V, sure_V, sure_V, sure_V], draws)[0] == [0, 2, 4]
     assert typical_acceptance(tree, [flat_V, flat_V, sure_V, sure_V, sure_V], draws)[0] == [0, 1, 3]  # .01 is below .09
     assert typical_acceptance(tree, [sure_V] * 5, draws)[0] == [0]
     assert typical_acceptance(tree, [sure_V] * 5, draws, epsilon=0.005)[0] == [0, 1, 3]
