@@ -15,6 +15,7 @@ from infer.candidates import Candidates, chain_candidates
 from infer.kv_cache import KVCache
 from infer.tree_forward import forward_over_cache, prefill
 from medusa_heads import base_model
+from medusa_heads.first_layers import first_layers
 
 NUM_DRAFT_TOKENS = 4
 
@@ -37,7 +38,7 @@ class EarlyExitDrafter:
             raise ValueError(f"num_draft_tokens {num_draft_tokens} must be at least 1")
         if num_layers is None:
             num_layers = max(1, len(base_model.decoder_layers(model)) // 2)
-        self.model = base_model.first_layers(model, num_layers)
+        self.model = first_layers(model, num_layers)
         self.num_draft_tokens = num_draft_tokens
         self.layer_shapes = base_model.cache_layer_shapes(self.model)
         self.max_length = base_model.max_length(model)

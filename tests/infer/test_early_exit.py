@@ -14,6 +14,7 @@ from infer.candidates import Candidates
 from infer.drafters.early_exit import EarlyExitDrafter
 from infer.generate import Generator
 from medusa_heads import base_model
+from medusa_heads.first_layers import first_layers
 from tests.tiny_models import tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 5], [30, 31, 32, 33, 34, 35, 36, 30, 31]]
@@ -126,12 +127,12 @@ def test_first_layers_share_weights_and_leave_the_model_alone(family: str) -> No
     model = tiny_model(family)
     before, config, ids = list(map(id, model.modules())), model.config.to_dict(), torch.tensor([PROMPTS[0]])
     logits = model(input_ids=ids).logits
-    first = base_model.first_layers(model, 1)
+    first = first_layers(model, 1)
     assert len(base_model.decoder_layers(first)) == 1 and base_model.text_config(first).num_hidden_layers == 1
     assert {id(p) for p in first.parameters()} <= {id(p) for p in model.parameters()}
     assert list(map(id, model.modules())) == before and model.config.to_dict() == config
     assert torch.equal(model(input_ids=ids).logits, logits) and not torch.equal(first(input_ids=ids).logits, logits)
-    assert torch.equal(base_model.first_layers(model, 2)(input_ids=ids).logits, logits)
+    assert torch.equal(first_layers(model, 2)(input_ids=ids).logits, logits)
 
 
 @pytest.mark.parametrize("num_layers", [0, 3])
@@ -149,4 +150,4 @@ def test_layers_that_do_not_run_alone_are_refused(monkeypatch: pytest.MonkeyPatc
     shape = base_model.forward_hidden
     monkeypatch.setattr(base_model, "forward_hidden", lambda m, *a, **k: shape(m, *a, **k) if m is model else whole())
     with pytest.raises(ValueError, match="do not run without the others: layer 1 is missing"):
-        base_model.first_layers(model, 1)
+        first_layers(model, 1)
