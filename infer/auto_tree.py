@@ -48,6 +48,16 @@ class StepTime:
     def total_s(self) -> float:
         return self.draft_s + self.forward_s
 
+    def figures(self, acceptance_length: float, batch_size: int) -> dict[str, Any]:
+        """The row of a curve, as plain values for JSON: this step and the tokens per second it gives."""
+        return {
+            "num_nodes": self.num_nodes,
+            "draft_s": self.draft_s,
+            "forward_s": self.forward_s,
+            "expected_acceptance_length": acceptance_length,
+            "expected_tokens_per_second": batch_size * acceptance_length / self.total_s,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
@@ -65,17 +75,7 @@ def choose_tree(model: PreTrainedModel, checkpoint: HeadsCheckpoint, *, batch_si
     acceptance = checkpoint.acceptance or DEFAULT_ACCEPTANCE
     lengths = {size: expected_length(acceptance, size) for size in SIZES}
     times = measure_steps(model, checkpoint, lengths, batch_size=batch_size, context=context)
-    curve = [
-        {
-            "num_nodes": step.num_nodes,
-            "draft_s": step.draft_s,
-            "forward_s": step.forward_s,
-            "expected_acceptance_length": lengths[step.num_nodes],
-            "expected_tokens_per_second": batch_size * lengths[step.num_nodes] / step.total_s,
-            "acceptance_measured": bool(checkpoint.acceptance),
-        }
-        for step in times
-    ]
+    curve = [step.figures(lengths[step.num_nodes], batch_size) | {"acceptance_measured": bool(checkpoint.acceptance)} for step in times]
     return TreeChoice(BeamTree(best_size(times, lengths)), curve)
 
 

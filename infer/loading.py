@@ -17,7 +17,7 @@ from infer.generate import Generator
 from infer.tree import Tree
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
-from medusa_heads.checkpoint import HeadsCheckpoint, load_heads
+from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 NO_HEADS = "none"
@@ -79,12 +79,12 @@ def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, b
     parsed = parse_tree(tree, checkpoint)
     if parsed is not None:
         engine = fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
-        return LoadedHeads(load_heads(name, copies[0], dtype=engine.dtype), engine, parsed, [])
+        return LoadedHeads(in_dtype(checkpoint, engine.dtype), engine, parsed, [])
     found = []
     for engine in copies:
-        checkpoint = load_heads(name, copies[0], dtype=engine.dtype)
-        choice = choose_tree(engine, checkpoint, batch_size=batch_size)
-        found.append(LoadedHeads(checkpoint, engine, choice.tree, choice.curve))
+        heads = in_dtype(checkpoint, engine.dtype)
+        choice = choose_tree(engine, heads, batch_size=batch_size)
+        found.append(LoadedHeads(heads, engine, choice.tree, choice.curve))
     return max(found, key=lambda heads: max(row["expected_tokens_per_second"] for row in heads.curve))
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer.answer_acceptance import answer, measure_acceptance
-from infer.auto_tree import SIZES, StepTime, expected_length, longest_context, measure_trees
+from infer.auto_tree import SIZES, expected_length, longest_context, measure_trees
 from infer.bench import check_room
 from infer.engine.packed_linear import decoding_copies, fastest_copy, is_packed
 from infer.expected_acceptance import NUM_RANKS, Measured, held_out_static_length
@@ -34,7 +34,7 @@ from infer.tree import Tree
 from infer.tree_builders import static_tree
 from infer.tree_spec import TUNED_FILE, BeamTree, most_beam_nodes
 from infer.tune_report import plot_tuning, print_tuning
-from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, resolve_heads
+from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads, resolve_heads
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
 
@@ -93,7 +93,7 @@ class TuneTree:
             row
             for engine in copies
             for row in measure_curve(
-                engine, load_heads(name, model, dtype=engine.dtype), trees, lengths, batch_size=self.batch_size, contexts=contexts
+                engine, in_dtype(checkpoint, engine.dtype), trees, lengths, batch_size=self.batch_size, contexts=contexts
             )
         ]
         summary = summarize(curve)
@@ -172,21 +172,9 @@ def measure_curve(
     rows = []
     for context in tqdm(contexts, desc="step times", unit="context", file=sys.stderr):
         times = measure_trees(engine, checkpoint, trees, lengths, batch_size=batch_size, context=context, time_limit_s=TIME_LIMIT_S)
-        rows += [_row(engine, key, lengths[key], step, context, batch_size) for key, step in times.items()]
+        common = {"engine": "packed" if is_packed(engine) else "stock", "context": context}
+        rows += [{**common, "kind": key[0], **step.figures(lengths[key], batch_size)} for key, step in times.items()]
     return rows
-
-
-def _row(engine: PreTrainedModel, key: Key, length: float, step: StepTime, context: int, batch_size: int) -> dict[str, Any]:
-    return {
-        "engine": "packed" if is_packed(engine) else "stock",
-        "kind": key[0],
-        "num_nodes": key[1],
-        "context": context,
-        "draft_s": step.draft_s,
-        "forward_s": step.forward_s,
-        "expected_acceptance_length": length,
-        "expected_tokens_per_second": batch_size * length / step.total_s,
-    }
 
 
 def summarize(curve: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -6,10 +6,11 @@ says what differs. Saving writes to a temporary name and renames, so a folder is
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def resolve_heads(name: str) -> Path:
     if not Path(name).is_dir():
         raise ValueError(f"--heads {name}: no such folder; give a folder written by medusa-heads, or `pretrained`")
     return Path(name)
+
+
+def in_dtype(checkpoint: HeadsCheckpoint, dtype: torch.dtype) -> HeadsCheckpoint:
+    """The same checkpoint with heads of this type, a copy where theirs is another."""
+    if next(checkpoint.heads.parameters()).dtype == dtype:
+        return checkpoint
+    return replace(checkpoint, heads=copy.deepcopy(checkpoint.heads).to(dtype))
 
 
 def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> HeadsCheckpoint:
