@@ -56,7 +56,7 @@ class SamplingOptions:
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
-            min_p=self.min_p or None,
+            min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
 

@@ -36,6 +36,17 @@ class Draws(Protocol):
         ...
 
 
+class MostLikely:
+    """No chance at all: the largest weight, the lowest index on ties."""
+
+    def accept(self, probability: Any) -> bool:
+        return bool(probability >= 1)
+
+    def index(self, weights: Law) -> int:
+        assert isinstance(weights, Tensor)
+        return int(weights.argmax())
+
+
 class GeneratorDraws:
     """Draws from a generator on the CPU: reproducible under its seed, the laws may lie on any device."""
 

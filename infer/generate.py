@@ -109,12 +109,10 @@ class Generator:
         stats: list[AcceptanceStats] | None = None,
     ) -> Iterator[Step]:
         """The decoding loop, one Step per base forward (the first is the prefill)."""
-        if max_new_tokens is None:
-            max_new_tokens = (generation_config and generation_config.max_new_tokens) or MAX_NEW_TOKENS
-        texts = self._checked(prompts, max_new_tokens)
+        texts = self._checked(prompts)
+        limits = self._limits(texts, max_new_tokens, generation_config)
         eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
         stop = [*stop, *stop_strings(generation_config)]
-        limits = [min(max_new_tokens, self.max_length - len(text)) for text in texts]
         rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
         stats = stats if stats is not None else [AcceptanceStats() for _ in rows]
 
@@ -162,9 +160,20 @@ class Generator:
             return GreedyTarget()
         return ProcessedTarget(self.model, generation_config, texts, max_new_tokens=limits, eos_ids=eos, seed=seed)
 
-    def _checked(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        if max_new_tokens < 1:
+    def _limits(self, texts: list[list[int]], max_new_tokens: int | None, generation_config: GenerationConfig | None) -> list[int]:
+        """The most new tokens of each row: the argument, else the settings' max_new_tokens, else what their max_length leaves."""
+        total = None
+        if max_new_tokens is None and generation_config is not None:
+            max_new_tokens = generation_config.max_new_tokens
+            total = generation_config.max_length if max_new_tokens is None else None
+        if total is not None and total <= max(map(len, texts)):
+            raise ValueError(f"max_length is {total} and a prompt has {max(map(len, texts))} tokens; ask for more")
+        if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1")
+        wanted = [total - len(text) if total is not None else max_new_tokens or MAX_NEW_TOKENS for text in texts]
+        return [min(limit, self.max_length - len(text)) for limit, text in zip(wanted, texts, strict=True)]
+
+    def _checked(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         if not prompts:
             raise ValueError("no prompts were given")
         texts = [list(prompt) for prompt in prompts]

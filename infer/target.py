@@ -19,7 +19,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
 from infer.candidates import Candidates
+from infer.draws import Draws, GeneratorDraws, MostLikely
 from infer.verify import Verification, verify_greedy
+from infer.verify_sampled import DraftTree, sample_and_match
 from medusa_heads import base_model
 
 NUM_TOP = 256  # candidates looked at before a top-p cut-off is searched in the whole vocabulary
@@ -74,26 +76,15 @@ class ProcessedTarget:
         return torch.tensor(tokens, device=logits_BV.device)
 
     def verify(self, logits_BNV: Tensor, candidates: Candidates, texts: Sequence[Sequence[int]], running: Sequence[bool]) -> Verification:
-        batch, num_nodes = candidates.tokens_BN.shape
-        tokens = candidates.tokens_BN.tolist()
-        parents = candidates.parents_BN.expand(batch, -1).tolist()
+        parents_BN = candidates.parents_BN.expand_as(candidates.tokens_BN)
         paths, bonus = [], []
         for row, law in enumerate(self.rows):
-            if not running[row]:
-                paths.append([0])
-                bonus.append(tokens[row][0])
-                continue
-            children = {(parents[row][node], tokens[row][node]): node for node in range(num_nodes - 1, 0, -1)}  # the first twin wins
-            path, prefix = [0], list(texts[row])
-            while True:
-                drawn = law.choose(logits_BNV[row, path[-1]], prefix)
-                child = children.get((path[-1], drawn))
-                if child is None:
-                    break
-                path.append(child)
-                prefix.append(drawn)
+            tree = DraftTree(tuple(candidates.tokens_BN[row].tolist()), tuple(parents_BN[row].tolist()))
+            path, token = [0], tree.tokens[0]
+            if running[row]:
+                path, token = sample_and_match(tree, NodeLaws(law, tree, logits_BNV[row], texts[row]), law.draws)
             paths.append(path)
-            bonus.append(drawn)
+            bonus.append(token)
         longest = max(map(len, paths))
         device = logits_BNV.device
         return Verification(
@@ -104,11 +95,11 @@ class ProcessedTarget:
 
 
 class RowLaw:
-    """The next-token law of one answer. seed: None takes the most likely token, else tokens are drawn."""
+    """The next-token law of one answer, and what draws from it. seed: None takes the most likely token."""
 
     def __init__(self, processors: LogitsProcessorList, *, seed: int | None) -> None:
-        self.processors = processors
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.processors, self.is_greedy = processors, seed is None
+        self.draws: Draws = MostLikely() if seed is None else GeneratorDraws(torch.Generator().manual_seed(seed))
 
     def scores(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
         """Processed logits, float32 [V]. Raises ValueError when the settings leave no token."""
@@ -123,17 +114,25 @@ class RowLaw:
             raise ValueError("the generation settings leave no token to choose from (all logits are masked): loosen them")
         return scores_1V[0]
 
-    def choose(self, logits_V: Tensor, prefix: Sequence[int]) -> int:
-        """The next token after `prefix`; when sampling, the one at which the cumulative law passes the next uniform number."""
+    def weights(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
+        """What `draws` chooses by: processed logits when greedy (a softmax could tie them), else unnormalised probabilities."""
         scores_V = self.scores(logits_V, prefix)
-        if self.generator is None:
-            return int(scores_V.argmax())
-        cumulative_V = (scores_V - scores_V.max()).exp().cumsum(-1, dtype=torch.float64)  # float32 would lose rare tokens
-        uniform = torch.rand((), generator=self.generator, dtype=torch.float64).to(scores_V.device)
-        # right=True never lands on a token of probability 0
-        return int(
-            torch.searchsorted(cumulative_V, uniform * cumulative_V[-1], right=True).clamp(max=int(scores_V.isfinite().nonzero()[-1]))
-        )
+        return scores_V if self.is_greedy else (scores_V - scores_V.max()).exp()
+
+    def choose(self, logits_V: Tensor, prefix: Sequence[int]) -> int:
+        """The next token after `prefix`."""
+        return self.draws.index(self.weights(logits_V, prefix))
+
+
+class NodeLaws:
+    """The law after each node of one row's tree, on the node's own prefix, computed when a node is visited."""
+
+    def __init__(self, law: RowLaw, tree: DraftTree, logits_NV: Tensor, text: Sequence[int]) -> None:
+        self.law, self.tree, self.logits_NV, self.text = law, tree, logits_NV, text
+
+    def __getitem__(self, node: int, /) -> Tensor:
+        below_root = [self.tree.tokens[ancestor] for ancestor in self.tree.path_to(node)[1:]]
+        return self.law.weights(self.logits_NV[node], [*self.text, *below_root])
 
 
 def top_p_cut(scores_RV: Tensor, top_p: float, min_tokens_to_keep: int = 1) -> Tensor:

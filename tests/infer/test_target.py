@@ -80,8 +80,8 @@ def test_stale_prefixes_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     settings: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.5, "no_repeat_ngram_size": 1}
     expected = answers(Generator(model), **settings)
-    fresh = RowLaw.choose
-    monkeypatch.setattr(RowLaw, "choose", lambda self, logits_V, prefix: fresh(self, logits_V, prefix[:-1]))
+    fresh = RowLaw.weights
+    monkeypatch.setattr(RowLaw, "weights", lambda self, logits_V, prefix: fresh(self, logits_V, prefix[:-1]))
     assert answers(Generator(model), **settings) != expected
 
 
@@ -171,7 +171,19 @@ def test_limits_and_end_tokens_of_the_settings_hold() -> None:
     assert len(Generator(model).generate(PROMPTS[:1], generation_config=GenerationConfig(max_new_tokens=7), eos_ids=())[0].token_ids) == 7
 
 
-@pytest.mark.parametrize("setting", [{"num_beams": 4}, {"guidance_scale": 1.5}, {"penalty_alpha": 0.6}, {"num_return_sequences": 2}])
+def test_max_length_of_the_settings_counts_the_prompt() -> None:
+    generator = Generator(tiny_model("llama"))
+    found = generator.generate(PROMPTS, generation_config=GenerationConfig(max_length=14), eos_ids=())
+    assert [len(prompt) + len(answer.token_ids) for prompt, answer in zip(PROMPTS, found, strict=True)] == [14] * len(PROMPTS)
+    with pytest.raises(ValueError, match="max_length"):
+        generator.generate(PROMPTS, generation_config=GenerationConfig(max_length=9))
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        generator.generate(PROMPTS, max_new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"output_scores": True}, {"num_beams": 4}, {"guidance_scale": 1.5}, {"penalty_alpha": 0.6}, {"num_return_sequences": 2}]
+)
 def test_settings_that_cannot_be_honoured_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         answers(Generator(tiny_model("llama")), **setting)
