@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer import bench_table
-from infer.bench_figures import Answer, document_rows, fastest_base, first_difference_margins, split_batch
+from infer.bench_figures import Answer, compare, document_rows, fastest_base, split_batch
 from infer.bench_rows import BenchRow, GeneratorRow, TransformersRow
 from infer.compiled_base import CompiledBase
 from infer.drafters import NoDrafter
@@ -90,9 +90,7 @@ class Bench:
         generators = self._generators(copies, loaded)
         rows = make_rows(model, generators, max_new_tokens=self.max_new_tokens, eos_ids=eos_ids)
         answers, errors, memory = measure(rows, prompt_ids, batch_size=self.batch_size, seed=self.seed, device=model.device)
-        margins = {
-            name: first_difference_margins(generators["base"].model, prompt_ids, answers["base"], own) for name, own in answers.items()
-        }
+        margins = compare(generators, answers, prompt_ids, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens, eos_ids=eos_ids)
         low_precision = model.dtype != torch.float32
         rows_document = document_rows(answers, errors, prompts, margins, memory, report_margins=low_precision)
         document = {

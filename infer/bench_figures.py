@@ -7,15 +7,18 @@ tokens_per_second = sum over prompts of (new tokens - 1) / sum of wall times aft
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
-from infer.bench_rows import BatchAnswer
+from infer.bench_rows import BatchAnswer, GeneratorRow
+from infer.generate import Generator
 from infer.prompts import Prompt
 from medusa_heads import base_model
 
@@ -61,7 +64,7 @@ def document_rows(
 ) -> list[dict[str, Any]]:
     """One dict per row, in the order of `answers`, then the rows that could not run.
 
-    margins: per row and prompt, None where the answer equals row `base`'s (see `first_difference_margin`).
+    margins: per row and prompt, None where the answer equals plain decoding's (see `compare`).
     """
     categories = {c: [i for i, p in enumerate(prompts) if p.category == c] for c in dict.fromkeys(p.category for p in prompts)}
     everything = range(len(prompts))
@@ -121,6 +124,33 @@ def _ratio(value: float | None, reference: float | None) -> float | None:
 
 def _summary(values: list[float]) -> dict[str, Any]:
     return {"values": values, "mean": sum(values) / len(values) if values else None, "max": max(values, default=None)}
+
+
+def compare(
+    generators: dict[str, Generator],
+    answers: dict[str, list[Answer]],
+    prompt_ids: Sequence[list[int]],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    eos_ids: Sequence[int],
+) -> dict[str, list[float | None]]:
+    """Per row, where its answers part from plain decoding (see `first_difference_margins`).
+
+    Plain decoding is row `base`; for a drafter on another copy of the model, whose half precision rounds
+    otherwise, it is the same loop without a drafter on that copy, untimed: drafts alone are judged.
+    """
+    base = generators["base"]
+    plain = {id(base.model): answers["base"]}
+    margins = {}
+    for name, own in answers.items():
+        model = generators.get(name, base).model
+        if id(model) not in plain:
+            row = GeneratorRow(name, Generator(model), max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+            starts = tqdm(range(0, len(prompt_ids), batch_size), desc=f"plain decoding as {name} computes", file=sys.stderr)
+            plain[id(model)] = [answer for i in starts for answer in split_batch(row.answer(prompt_ids[i : i + batch_size]))]
+        margins[name] = first_difference_margins(model, prompt_ids, plain[id(model)], own)
+    return margins
 
 
 def first_difference_margins(

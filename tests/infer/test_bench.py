@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from transformers import PreTrainedModel
 from infer import bench
 from infer.acceptance_stats import AcceptanceStats
 from infer.bench import heads_row_names, make_rows, measure, warm_up
-from infer.bench_figures import document_rows, fastest_base
+from infer.bench_figures import compare, document_rows, fastest_base
 from infer.bench_rows import BatchAnswer, cut_answer
 from infer.bench_table import remarks
 from infer.compiled_base import CompiledBase
 from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
+from infer.engine.packed_linear import packed_copy
 from infer.generate import Generator
 from infer.prompts import Prompt
 from infer.tree_spec import BeamTree
@@ -98,6 +100,22 @@ def test_all_rows_end_at_the_end_token(uncompiled: None) -> None:
     assert len(expected[0]) <= 6
     for row in make_rows(model, generators(model, {}), max_new_tokens=12, eos_ids=(eos,)):
         assert row.answer(PROMPT_IDS).token_ids == expected, row.name
+
+
+@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM")
+def test_drafts_are_judged_by_plain_decoding_on_their_own_copy(uncompiled: None) -> None:
+    """Rounding apart, a drafter on a packed copy of a bfloat16 model changes nothing; a wrong answer is still seen."""
+    stock = tiny_model("llama").to(torch.bfloat16)  # type: ignore[arg-type]
+    packed = packed_copy(stock)
+    options: dict[str, Any] = {"max_new_tokens": 40, "eos_ids": ()}
+    pair = {"base": Generator(stock), "prompt_lookup": Generator(packed, PromptLookupDrafter())}
+    answers, _, _ = measure(make_rows(stock, pair, **options), PROMPT_IDS, batch_size=1, seed=0, device=torch.device("cpu"))
+    assert answers["prompt_lookup"] and [a.token_ids for a in answers["prompt_lookup"]] != [a.token_ids for a in answers["base"]]
+    margins = compare(pair, answers, PROMPT_IDS, batch_size=1, **options)
+    assert margins["prompt_lookup"] == margins["base"] == [None] * len(PROMPT_IDS)
+    wrong = replace(answers["prompt_lookup"][0], token_ids=[7, *answers["prompt_lookup"][0].token_ids[1:]])
+    margins = compare(pair, answers | {"prompt_lookup": [wrong, *answers["prompt_lookup"][1:]]}, PROMPT_IDS, batch_size=1, **options)
+    assert margins["prompt_lookup"][0] is not None
 
 
 @pytest.mark.slow
