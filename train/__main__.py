@@ -79,11 +79,11 @@ def run(config: TrainConfig) -> Path:
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
     if config.log_with != "none":
         accelerator.init_trackers(config.project, config=tracker_config(config))
-    trainer = Trainer(config, HeadedModel(model, heads), packed, accelerator)
+    if config.draft_vocab_size:
+        vocabulary = frequent_tokens(packed.documents, config.draft_vocab_size)
+    trainer = Trainer(config, HeadedModel(model, heads, draft_vocabulary=vocabulary), packed, accelerator)
     trainer.train()
     if accelerator.is_main_process:
-        if config.draft_vocab_size:
-            vocabulary = frequent_tokens(packed.documents, config.draft_vocab_size)
         write_heads(config, trainer, validation_rows, counts, output, vocabulary)
     accelerator.wait_for_everyone()
     if lock is not None:

@@ -46,7 +46,8 @@ class TrainConfig:
     """A trainable output matrix per head instead of the base's frozen lm_head."""
 
     draft_vocab_size: int | None = None
-    """Propose only this many tokens, the most frequent in the supervised text; cheaper drafts, the same law. None: all."""
+    """Train on, and propose, only this many tokens, the most frequent in the supervised text: cheaper training and drafts, the
+    same law of the output. None: all."""
 
     slot_decay: float = 0.8
     """Weight of slot k's loss is slot_decay ** (k - 1)."""

@@ -36,7 +36,9 @@ class HeadedOutput:
 class HeadedModel(nn.Module):
     """A base model that never trains and heads that do."""
 
-    def __init__(self, base: PreTrainedModel, heads: MedusaHeads) -> None:
+    def __init__(self, base: PreTrainedModel, heads: MedusaHeads, *, draft_vocabulary: Tensor | None = None) -> None:
+        """draft_vocabulary: the only tokens that heads on the shared lm_head are to propose, ascending, or None
+        for all. Their law is over these, and a pair whose target is not among them has no loss and counts as a miss."""
         super().__init__()
         base.requires_grad_(False)
         base.eval()
@@ -44,6 +46,16 @@ class HeadedModel(nn.Module):
         transform = base_model.logit_transform(base)
         probe = torch.tensor([-2.0, 0.5, 3.0])
         self.transform = None if torch.equal(transform(probe), probe) else transform
+        self.draft_vocabulary: Tensor | None
+        self.draft_index_V: Tensor | None  # place of a token in the draft vocabulary, -1 outside
+        if draft_vocabulary is not None and heads.lm_head is None:
+            draft_vocabulary = draft_vocabulary.to(base.device)
+            index_V = torch.full((base_model.vocab_size(base),), -1, device=base.device)
+            index_V[draft_vocabulary] = torch.arange(len(draft_vocabulary), device=base.device)
+            self.register_buffer("draft_vocabulary", draft_vocabulary, persistent=False)
+            self.register_buffer("draft_index_V", index_V, persistent=False)
+        else:
+            self.draft_vocabulary = self.draft_index_V = None
 
     @property
     def config(self) -> Any:
@@ -89,7 +101,19 @@ class HeadedModel(nn.Module):
     def _loss(self, states_ND: Tensor, targets_N: Tensor, weights_N: Tensor, pair_slot_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.heads.lm_head is None:
             weight_VD, bias_V = base_model.lm_head_parameters(self.base)
-            return chunked_cross_entropy(states_ND, weight_VD, targets_N, weights_N, bias_V=bias_V, transform=self.transform)
+            if self.draft_vocabulary is None or self.draft_index_V is None:
+                return chunked_cross_entropy(states_ND, weight_VD, targets_N, weights_N, bias_V=bias_V, transform=self.transform)
+            index_N = self.draft_index_V[targets_N]
+            inside_N = index_N >= 0
+            loss, losses_N, ranks_N = chunked_cross_entropy(
+                states_ND,
+                weight_VD[self.draft_vocabulary],
+                index_N.clamp(min=0),
+                weights_N * inside_N,
+                bias_V=None if bias_V is None else bias_V[self.draft_vocabulary],
+                transform=self.transform,
+            )
+            return loss, losses_N * inside_N, torch.where(inside_N, ranks_N, len(self.draft_index_V))
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         start = 0
         for k, count in enumerate(torch.bincount(pair_slot_N, minlength=self.heads.config.num_heads).tolist()):

@@ -79,6 +79,8 @@ class Regenerate:
     """Prompt files, JSONL or .gz: rows {"id", "source", "category", "messages"}; every user turn is answered."""
     self_prompts: int = 0
     """How many prompts the model writes itself, sampled from its chat template; unusable ones are dropped."""
+    self_prompts_like: tuple[Path, ...] = ()
+    """Prompt files whose first words its own prompts begin with, for more text of a kind; these prompts themselves are not answered."""
     max_new_tokens: int = 512
     """The most tokens of one answer."""
     temperature: float = 0.0
@@ -123,6 +125,8 @@ class Regenerate:
     def _check_options(self) -> None:
         if self.self_prompts < 0:
             raise ValueError(f"--self-prompts {self.self_prompts}: it must be 0 or more")
+        if self.self_prompts_like and not self.self_prompts:
+            raise ValueError("--self-prompts-like names examples, but --self-prompts is 0: say how many prompts to write")
         if not self.prompts and self.self_prompts < 1:
             raise ValueError("nothing to answer: give --prompts FILE, or --self-prompts N to let the model write its own")
         for name, value in (("--limit", self.limit), ("--samples", self.samples), ("--max-new-tokens", self.max_new_tokens)):
@@ -145,9 +149,10 @@ class Regenerate:
             "fingerprint": fingerprint(model),
             "tokenizer_sha256": _sha256(tokenizer.backend_tokenizer.to_str()),
             "chat_template_sha256": _sha256(tokenizer.get_chat_template()),
-            "prompts": [{"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in self.prompts],
+            "prompts": _file_records(self.prompts),
             "limit": self.limit,
             "self_prompts": self.self_prompts,
+            "self_prompts_like": _file_records(self.self_prompts_like),
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -163,13 +168,17 @@ class Regenerate:
         """Adds the model's own prompts; those of an interrupted run are read back from beside the output."""
         if not self.self_prompts:
             return rows, {}
-        made_from = f"{fingerprint(model)[:8]}-{self.self_prompts}-seed{self.seed}"
+        like = [turn[-1]["content"] for row in load_prompt_rows(self.self_prompts_like) for turn in row.turns[:1]]
+        if self.self_prompts_like and not like:
+            raise ValueError(f"--self-prompts-like {', '.join(map(str, self.self_prompts_like))}: no prompts in there")
+        kind = f"-like{_sha256(repr(like))[:8]}" if like else ""
+        made_from = f"{fingerprint(model)[:8]}-{self.self_prompts}-seed{self.seed}{kind}"
         path = self.output.with_name(f"{self.output.name}.self-prompts-{made_from}.jsonl")
         counts: dict[str, int] = {}
         remove_leftovers(path)
         if not (answers.resumed and path.exists()):
             counts = write_self_prompts(
-                model, chat, path, count=self.self_prompts, seed=self.seed, eos_ids=eos_ids, batch_size=self.batch_size
+                model, chat, path, count=self.self_prompts, seed=self.seed, eos_ids=eos_ids, batch_size=self.batch_size, like=like
             )
             print(f"self-prompts: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}", file=sys.stderr)
         own = load_prompt_rows([path])
@@ -271,6 +280,10 @@ def _by_capacity(jobs: Sequence[Job], max_new_tokens: int, context: int) -> list
             capacity *= 2
         groups[capacity].append(job)
     return [(min(max(map(need, group)), context), group) for _, group in sorted(groups.items(), reverse=True)]
+
+
+def _file_records(paths: Sequence[Path]) -> list[dict[str, str]]:
+    return [{"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in paths]
 
 
 def _sha256(text: str) -> str:

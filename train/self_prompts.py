@@ -1,8 +1,10 @@
-"""A chat model and its template -> prompts of its own: what it expects a user to say."""
+"""A chat model and its template -> prompts of its own: what it expects a user to say, or how it would go on from a given beginning."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,21 +21,34 @@ from train.chat_turns import ChatTurns
 MAX_TOKENS = 256
 MIN_CHARACTERS = 8
 SOURCE = "self-written"
+BEGINNING = (0.2, 0.6)  # share of a given prompt's words that one of the model's own begins with
 
 
 def write_self_prompts(
-    model: PreTrainedModel, chat: ChatTurns, path: Path, *, count: int, seed: int, eos_ids: Sequence[int], batch_size: int | None
+    model: PreTrainedModel,
+    chat: ChatTurns,
+    path: Path,
+    *,
+    count: int,
+    seed: int,
+    eos_ids: Sequence[int],
+    batch_size: int | None,
+    like: Sequence[str] = (),
 ) -> dict[str, int]:
     """Samples `count` user turns at temperature 1 and writes the usable ones to `path` as prompt rows.
 
-    Returns the counts: kept, and dropped by reason. Raises ValueError when none is usable.
+    like: user turns, taken in order and again; each new one begins with the first words of one of these,
+    a fifth to three fifths of them, so that a narrow domain can be asked for. Returns the counts: kept, and
+    dropped by reason. Raises ValueError when none is usable.
     """
     prefix, end_of_turn = chat.before_user_text()
     stops = [*eos_ids] + ([] if end_of_turn is None else [end_of_turn])
-    batch = batch_size or default_batch_size(model, len(prefix) + MAX_TOKENS)
+    beginnings = [_beginning(like[index % len(like)], seed, index) if like else "" for index in range(count)]
+    prompts = [prefix + chat.tokenizer(text, add_special_tokens=False)["input_ids"] for text in beginnings]
+    batch = batch_size or default_batch_size(model, max(map(len, prompts)) + MAX_TOKENS)
     answers = generate_many(
         model,
-        [(f"self-prompt-{index}", prefix) for index in range(count)],
+        [(f"self-prompt-{index}", prompt) for index, prompt in enumerate(prompts)],
         max_new_tokens=MAX_TOKENS,
         eos_ids=stops,
         batch_size=batch,
@@ -42,20 +57,30 @@ def write_self_prompts(
     found = {str(answer.key): answer for answer in tqdm(answers, total=count, desc="self-prompts", unit="prompt")}
     counts: Counter[str] = Counter()
     rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    seen = {_normalised(text) for text in like}
     for index in range(count):
         answer = found[f"self-prompt-{index}"]
-        text = chat.tokenizer.decode(answer.token_ids[:-1] if answer.finish_reason == "eos" else answer.token_ids).strip()
+        written = chat.tokenizer.decode(answer.token_ids[:-1] if answer.finish_reason == "eos" else answer.token_ids)
+        text = (beginnings[index] + written).strip()
         reason = "too_long" if answer.finish_reason != "eos" else _reason_to_drop(text, chat.tokenizer, seen)
         counts[reason or "kept"] += 1
         if reason is None:
             seen.add(_normalised(text))
             message = {"role": "user", "content": text}
-            rows.append({"id": f"self-{seed}-{index:06d}", "source": SOURCE, "category": SOURCE, "messages": [message]})
+            rows.append(
+                {"id": f"self-{'like-' if like else ''}{seed}-{index:06d}", "source": SOURCE, "category": SOURCE, "messages": [message]}
+            )
     if not rows:
         raise ValueError(f"--self-prompts {count}: none of the model's own prompts is usable ({dict(counts)}); give --prompts instead")
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return dict(counts)
+
+
+def _beginning(text: str, seed: int, index: int) -> str:
+    """The first words of `text`, as they stand there; how many depends on the seed and the index."""
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    share = random.Random(f"{seed}/{index}").uniform(*BEGINNING)
+    return text[: ends[max(0, round(share * len(ends)) - 1)]] if ends else ""
 
 
 def _normalised(text: str) -> str:

@@ -322,6 +322,7 @@ def test_a_turn_the_template_refuses_is_named(prompts: Path, tmp_path: Path) -> 
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"limit": 0}, "--limit 0"),
         ({"self_prompts": -1}, "--self-prompts -1: it must be 0 or more"),
+        ({"self_prompts_like": (Path("like.jsonl"),)}, "--self-prompts is 0"),
         ({"top_p": 0.0}, "--top-p"),
         ({"device": "tpu?"}, "--device"),
     ],
@@ -374,6 +375,23 @@ def test_self_prompts_come_from_the_template_and_are_answered(talkative: str, tm
     prefix, end = ChatTurns(tiny_tokenizer()).before_user_text()
     assert end == TURN_END and tiny_tokenizer().decode(prefix) == "<|im_start|>user\n"
     assert "kept" in capsys.readouterr().err
+
+
+def test_self_prompts_like_given_ones(talkative: str, tmp_path: Path) -> None:
+    """Each begins with some of the first words of its example, which is itself neither answered nor repeated."""
+    examples = ["one two three four five six seven eight nine ten", "the cat sat on the mat and the dog ran to the house"]
+    like = write(tmp_path / "like.jsonl", [{"messages": [{"role": "user", "content": text}]} for text in examples])
+    output = tmp_path / "o.jsonl"
+    command(talkative, output, self_prompts=40, batch_size=16, self_prompts_like=(like,)).run()
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    beginnings = set()
+    for row in rows:
+        text, example = row["messages"][0]["content"], examples[int(row["id"].split("-")[-1]) % 2]
+        words = example.split()
+        shared = max(n for n in range(len(words) + 1) if text.startswith(" ".join(words[:n])))
+        assert shared >= 2 and text != example
+        beginnings.add(shared)
+    assert len(rows) > 3 and len(beginnings) > 1, "the lengths of the beginnings vary"
 
 
 def test_self_prompts_beside_files_and_after_a_kill(talkative: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

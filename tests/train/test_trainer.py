@@ -17,6 +17,7 @@ from medusa_heads.fingerprint import weights_digest
 from tests.train.training_runs import make_trainer, result, rows
 from train import trainer as trainer_module
 from train.batch import make_batch
+from train.headed_model import HeadedModel
 from train.packing import collate
 from train.run_state import checkpoint_folders, save_checkpoint
 
@@ -56,6 +57,31 @@ def test_loss_equals_one_document_at_a_time(tmp_path: Path, family: str, own_lm_
     output = headed(**batch.tensors, slot_weights=1 / count)
     torch.testing.assert_close(output.slot_loss_K, total, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(output.loss, (total / count).sum(), atol=1e-5, rtol=1e-5)
+
+
+def test_loss_over_a_draft_vocabulary(tmp_path: Path) -> None:
+    """The law is over the vocabulary's rows alone; targets outside have no loss and count as misses."""
+    trainer = make_trainer(tmp_path)
+    base, num_heads = trainer.headed.base, trainer.num_heads
+    with torch.no_grad():
+        trainer.heads.weight.normal_(std=0.3)
+    vocabulary = torch.arange(3, 300, 2)
+    headed = HeadedModel(base, trainer.heads, draft_vocabulary=vocabulary)
+    batch = make_batch(collate([trainer.rows[0]]), num_heads)
+    tensors = batch.tensors
+    hidden = headed.hidden_states(tensors["input_ids"], tensors["position_ids"], tensors["document_ids"])[0]
+    states = trainer.heads.draft_states(hidden[tensors["positions"]])[tensors["pair_position"], tensors["pair_slot"]]
+    scores = base_model.compute_logits(base, states)[:, vocabulary]
+    inside = torch.isin(tensors["targets"], vocabulary)
+    assert inside.any() and not inside.all()
+    places = torch.searchsorted(vocabulary, tensors["targets"][inside])
+    losses = torch.zeros(len(inside)).index_put((inside.nonzero()[:, 0],), F.cross_entropy(scores[inside], places, reduction="none"))
+    weights = torch.tensor([1.0, 0.5, 0.25])
+    output = headed(**tensors, slot_weights=weights)
+    torch.testing.assert_close(output.loss, (losses * weights[tensors["pair_slot"]]).sum(), atol=1e-4, rtol=1e-5)
+    hits = (scores.argmax(-1) == torch.searchsorted(vocabulary, tensors["targets"]).clamp(max=len(vocabulary) - 1)) & inside
+    assert output.slot_hits_KT[:, 0].sum() == hits.sum()
+    torch.testing.assert_close(output.slot_loss_K.sum(), losses.sum(), atol=1e-3, rtol=1e-5)
 
 
 def test_accumulation_equals_one_large_batch(tmp_path: Path) -> None:
