@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache, StaticLayer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 AttentionMask = Tensor | dict[str, Tensor]
+TREE_ATTENTION = "grouped_tree"  # the name of infer/engine/tree_attention.py among transformers' attention functions
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -126,7 +127,7 @@ def check_base(model: PreTrainedModel) -> None:
     check_config(model.config)
     name = model.config.model_type
     attention = model.config._attn_implementation
-    if attention not in ("sdpa", "eager"):
+    if attention not in ("sdpa", "eager", TREE_ATTENTION):
         raise ValueError(
             f"attention implementation {attention!r} cannot take the mask of a candidate tree; "
             "load the base model with attn_implementation='sdpa' (or 'eager')"
@@ -192,12 +193,16 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 def max_length(model: PreTrainedModel) -> int:
-    """The longest sequence the model's positions allow, in tokens."""
+    """The longest sequence the model's positions allow, in tokens.
+
+    For LongRoPE, where it changes its frequencies: beyond, the longest row of a forward decides how every
+    row's positions are rotated, so that chunks, batches and trees would differ from plain decoding.
+    """
     config = text_config(model)
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
-        if value := getattr(config, name, None):
-            return int(value)
-    return 1 << 30
+    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    limit = next((int(value) for name in names if (value := getattr(config, name, None))), 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or {}
+    return min(limit, int(rope["original_max_position_embeddings"])) if rope.get("rope_type") == "longrope" else limit
 
 
 def sliding_windows(model: PreTrainedModel) -> tuple[dict[str, int | None], bool]:
@@ -332,8 +337,9 @@ def generate_plainly(
     eos_ids: tuple[int, ...],
     pad_id: int,
     on_token: Callable[[], None],
+    generation_config: GenerationConfig | None = None,
 ) -> Tensor:
-    """transformers' own greedy `generate` with its defaults, for comparison.
+    """transformers' own `generate`, for comparison: greedy with its defaults, or under a generation_config.
 
     input_ids [B, T], left-padded; on_token is called after every step.
     Returns prompt and answer [B, T + new tokens], ended rows filled with pad_id.
@@ -343,10 +349,12 @@ def generate_plainly(
         on_token()
         return torch.zeros(ids_BT.shape[0], dtype=torch.bool, device=ids_BT.device)
 
+    settings = {"do_sample": False} if generation_config is None else generation_config.to_diff_dict()
+    settings.pop("transformers_version", None)
     return model.generate(  # type: ignore[operator,return-value]
         input_ids=input_ids,
         attention_mask=attention_mask,
-        do_sample=False,
+        **settings,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos_ids) or None,
         pad_token_id=pad_id,

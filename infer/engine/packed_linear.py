@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from infer.engine.tree_attention import with_tree_attention
 from medusa_heads import base_model
 
 FLOAT16_MAX = 65504.0
@@ -92,8 +93,10 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoding_copies(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """`model` itself and, where it can be packed, a packed copy: what to choose the fastest from."""
-    return [model, packed_copy(model)] if can_pack(model) else [model]
+    """`model` with its own weights and, where it can be packed, a packed copy: what to choose the fastest from.
+    Both attend to grouped heads without repeating them; `model` itself is left as it is."""
+    fast = with_tree_attention(model)
+    return [fast, packed_copy(fast)] if can_pack(model) else [fast]
 
 
 def fastest_copy(copies: Sequence[PreTrainedModel], num_tokens: Sequence[int]) -> PreTrainedModel:
