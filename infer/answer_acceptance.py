@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from infer.drafters.heads import HeadsDrafter
 from infer.expected_acceptance import Measured, measure_positions
-from infer.generate import Generator
 from infer.kv_cache import KVCache
 from infer.tree_forward import forward_over_cache
 from infer.tree_spec import BeamTree
@@ -27,15 +26,6 @@ from medusa_heads.checkpoint import HeadsCheckpoint
 NUM_POSITIONS = 8000
 MIN_POSITIONS = 100  # fewer say nothing about 32 ranks a head
 CHUNK_TOKENS = 1024
-
-
-def answer(generator: Generator, prompt_ids: Sequence[list[int]], *, batch_size: int, max_new_tokens: int) -> list[list[int]]:
-    """The base's own greedy answers, as token ids."""
-    answers: list[list[int]] = []
-    for start in tqdm(range(0, len(prompt_ids), batch_size), desc="answers of the base", file=sys.stderr):
-        batch = generator.generate(prompt_ids[start : start + batch_size], max_new_tokens=max_new_tokens)
-        answers += [generation.token_ids for generation in batch]
-    return answers
 
 
 @torch.inference_mode()

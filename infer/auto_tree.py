@@ -51,6 +51,7 @@ class StepTime:
     def figures(self, acceptance_length: float, batch_size: int) -> dict[str, Any]:
         """The row of a curve, as plain values for JSON: this step and the tokens per second it gives."""
         return {
+            "batch_size": batch_size,
             "num_nodes": self.num_nodes,
             "draft_s": self.draft_s,
             "forward_s": self.forward_s,
@@ -61,7 +62,8 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TreeChoice:
-    """The chosen tree and, per size tried, what the choice was made from (plain values for JSON)."""
+    """The chosen tree and, per size tried, what the choice was made from (plain values for JSON): for the
+    batch size asked for and, since rows of a batch end one after the other, for one row."""
 
     tree: BeamTree
     curve: list[dict[str, Any]]
@@ -74,8 +76,11 @@ def choose_tree(model: PreTrainedModel, checkpoint: HeadsCheckpoint, *, batch_si
     """
     acceptance = checkpoint.acceptance or DEFAULT_ACCEPTANCE
     lengths = {size: expected_length(acceptance, size) for size in SIZES}
-    times = measure_steps(model, checkpoint, lengths, batch_size=batch_size, context=context)
-    curve = [step.figures(lengths[step.num_nodes], batch_size) | {"acceptance_measured": bool(checkpoint.acceptance)} for step in times]
+    measured = bool(checkpoint.acceptance)
+    curve: list[dict[str, Any]] = []
+    for rows in sorted({1, batch_size}):
+        times = measure_steps(model, checkpoint, lengths, batch_size=rows, context=context)
+        curve += [step.figures(lengths[step.num_nodes], rows) | {"acceptance_measured": measured} for step in times]
     return TreeChoice(BeamTree(best_size(times, lengths)), curve)
 
 

@@ -10,13 +10,36 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
 from infer.generate import Generator
+from infer.stage_timer import StageTimer
+from infer.verifiers import VerifierChoice, is_lossless, resolve_verifier
 from medusa_heads import base_model
 
 NUM_WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What all rows are asked for. generation_config: None is greedy, else settings of transformers' `generate`."""
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    generation_config: GenerationConfig | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.generation_config is not None and bool(self.generation_config.do_sample)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts (token ids) that are answered at once, and what fixes the tokens drawn for them."""
+
+    prompts: list[list[int]]
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,59 +58,88 @@ class BatchAnswer:
 
 
 class BenchRow(Protocol):
-    name: str
+    """is_exact: in float32 its answers are those of plain decoding under the same seed, token for token."""
 
-    def warm_up(self, batches: Iterable[Sequence[Sequence[int]]]) -> None:
+    name: str
+    model: PreTrainedModel
+    is_exact: bool
+
+    def warm_up(self, batches: Iterable[Batch]) -> None:
         """Runs what would otherwise be set up (compiled, allocated) inside the measurement."""
         ...
 
-    def answer(self, batch: Sequence[Sequence[int]]) -> BatchAnswer: ...
+    def answer(self, batch: Batch) -> BatchAnswer: ...
 
 
 class GeneratorRow:
-    """Our own decoding loop with one drafter."""
+    """Our own decoding loop with one drafter. verifier: the one that runs where tokens are drawn."""
 
-    def __init__(self, name: str, generator: Generator, *, max_new_tokens: int, eos_ids: Sequence[int]) -> None:
-        self.name, self.generator, self.max_new_tokens, self.eos_ids = name, generator, max_new_tokens, tuple(eos_ids)
+    def __init__(self, name: str, generator: Generator, decoding: Decoding, *, verifier: VerifierChoice = "auto") -> None:
+        """Raises ValueError where the drafter cannot serve the verifier."""
+        drafter = generator.drafter
+        self.name, self.generator, self.model, self.decoding = name, generator, generator.model, decoding
+        self.verifier = resolve_verifier(
+            verifier, drafter=drafter.name, sampled_shape=drafter.sampled_shape, greedy=not decoding.is_sampled
+        )
+        self.is_exact = self.verifier == "sample-and-match"
+        self.is_lossless = is_lossless(self.verifier)
 
-    def warm_up(self, batches: Iterable[Sequence[Sequence[int]]]) -> None:
-        self._decode(next(iter(batches)), min(NUM_WARM_UP_TOKENS, self.max_new_tokens))
+    def warm_up(self, batches: Iterable[Batch]) -> None:
+        self._decode(next(iter(batches)), min(NUM_WARM_UP_TOKENS, self.decoding.max_new_tokens))
 
-    def answer(self, batch: Sequence[Sequence[int]]) -> BatchAnswer:
-        return self._decode(batch, self.max_new_tokens)
+    def answer(self, batch: Batch, *, timer: StageTimer | None = None) -> BatchAnswer:
+        """timer: adds up the seconds of the stages of a step; waiting for a GPU, it slows it down."""
+        return self._decode(batch, self.decoding.max_new_tokens, timer)
 
-    def _decode(self, batch: Sequence[Sequence[int]], max_new_tokens: int) -> BatchAnswer:
-        stats = [AcceptanceStats() for _ in batch]
-        runs: list[list[int]] = [[] for _ in batch]
-        token_ids: list[list[int]] = [[] for _ in batch]
+    def _decode(self, batch: Batch, max_new_tokens: int, timer: StageTimer | None = None) -> BatchAnswer:
+        stats = [AcceptanceStats() for _ in batch.prompts]
+        runs: list[list[int]] = [[] for _ in batch.prompts]
+        token_ids: list[list[int]] = [[] for _ in batch.prompts]
         first_token_s = 0.0
-        base_model.synchronize(self.generator.model)
+        base_model.synchronize(self.model)
         start = time.perf_counter()
-        for step in self.generator.steps(batch, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids, stats=stats):
+        for step in self.generator.steps(
+            batch.prompts,
+            max_new_tokens=max_new_tokens,
+            eos_ids=self.decoding.eos_ids,
+            generation_config=self.decoding.generation_config,
+            seed=batch.seed,
+            verifier=self.verifier,
+            stats=stats,
+            timer=timer,
+        ):
             first_token_s = first_token_s or time.perf_counter() - start
             for run, row, new in zip(runs, token_ids, step.new_tokens, strict=True):
                 run.extend([len(new)] if new else [])
                 row.extend(new)
-        base_model.synchronize(self.generator.model)
+        base_model.synchronize(self.model)
         return BatchAnswer(token_ids, runs, stats, first_token_s, time.perf_counter() - start)
 
 
 class TransformersRow:
-    """`model.generate(do_sample=False)` with its defaults; a batch is left-padded."""
+    """transformers' `generate`, greedy with its defaults or under the settings; a batch is left-padded."""
 
     name = "transformers_generate"
 
-    def __init__(self, model: PreTrainedModel, *, max_new_tokens: int, eos_ids: Sequence[int]) -> None:
-        self.model, self.max_new_tokens, self.eos_ids = model, max_new_tokens, tuple(eos_ids)
+    def __init__(self, model: PreTrainedModel, decoding: Decoding) -> None:
+        self.model, self.decoding = model, decoding
+        self.is_exact = not decoding.is_sampled  # it draws from a generator of its own
 
-    def warm_up(self, batches: Iterable[Sequence[Sequence[int]]]) -> None:
-        self._decode(next(iter(batches)), min(NUM_WARM_UP_TOKENS, self.max_new_tokens))
+    def warm_up(self, batches: Iterable[Batch]) -> None:
+        self._decode(next(iter(batches)), min(NUM_WARM_UP_TOKENS, self.decoding.max_new_tokens))
 
-    def answer(self, batch: Sequence[Sequence[int]]) -> BatchAnswer:
-        return self._decode(batch, self.max_new_tokens)
+    def answer(self, batch: Batch) -> BatchAnswer:
+        return self._decode(batch, self.decoding.max_new_tokens)
 
-    def _decode(self, batch: Sequence[Sequence[int]], max_new_tokens: int) -> BatchAnswer:
-        longest, pad_id = max(map(len, batch)), self.eos_ids[0] if self.eos_ids else 0
+    def _decode(self, batch: Batch, max_new_tokens: int) -> BatchAnswer:
+        device = self.model.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(batch.seed)
+            return self._generate(batch.prompts, max_new_tokens)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> BatchAnswer:
+        eos_ids = self.decoding.eos_ids
+        longest, pad_id = max(map(len, prompts)), eos_ids[0] if eos_ids else 0
         first_token_s = 0.0
 
         def on_token() -> None:
@@ -98,12 +150,19 @@ class TransformersRow:
 
         base_model.synchronize(self.model)
         start = time.perf_counter()
-        ids_BT = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in batch], device=self.model.device)
-        mask_BT = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=self.model.device)
+        ids_BT = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in prompts], device=self.model.device)
+        mask_BT = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=self.model.device)
         output_BT = base_model.generate_plainly(
-            self.model, ids_BT, mask_BT, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids, pad_id=pad_id, on_token=on_token
+            self.model,
+            ids_BT,
+            mask_BT,
+            max_new_tokens=max_new_tokens,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            on_token=on_token,
+            generation_config=self.decoding.generation_config,
         )
-        answers = [cut_answer(row, frozenset(self.eos_ids)) for row in output_BT[:, longest:].tolist()]
+        answers = [cut_answer(row, frozenset(eos_ids)) for row in output_BT[:, longest:].tolist()]
         total_s = time.perf_counter() - start
         return BatchAnswer(answers, [[1] * len(a) for a in answers], [plain_stats(a) for a in answers], first_token_s, total_s)
 

@@ -1,6 +1,6 @@
 """Draft logits -> tokens on a tree: over a static tree, or over the per-step beam tree."""
 
-# B batch, K heads, V vocabulary, N tree nodes including the root, W beam width
+# B batch, K heads, V vocabulary, N tree nodes including the root, W beam width, C chain length
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infer.draft_laws import DraftLaws
 from infer.tree import Tree, ancestors_from_parents
 
 
@@ -20,6 +21,9 @@ class Candidates:
     each node's parent, the root's its own; depths_BN; ancestors_BNN: True where m is n or above it.
     A parent always precedes its children. The structural tensors may have a batch of 1 when every
     row has the same tree. max_depth: no node is deeper.
+
+    draft_laws: None where the tokens were chosen (the likeliest, a copy of earlier text); where they were
+    drawn, what they were drawn from. Siblings then stand in the order in which they were drawn.
     """
 
     tokens_BN: Tensor
@@ -27,6 +31,7 @@ class Candidates:
     depths_BN: Tensor
     ancestors_BNN: Tensor
     max_depth: int
+    draft_laws: DraftLaws | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -122,8 +127,9 @@ def beam_candidates(
     )
 
 
-def chain_candidates(root_B: Tensor, drafted_BC: Tensor) -> Candidates:
-    """A chain of drafted tokens [B, C] below each root."""
+def chain_candidates(root_B: Tensor, drafted_BC: Tensor, *, laws_BCV: Tensor | None = None) -> Candidates:
+    """A chain of drafted tokens [B, C] below each root. laws_BCV: probabilities that each was drawn from, None
+    where they were chosen."""
     length = drafted_BC.shape[1]
     steps = torch.arange(length + 1, device=root_B.device)
     return Candidates(
@@ -132,4 +138,5 @@ def chain_candidates(root_B: Tensor, drafted_BC: Tensor) -> Candidates:
         steps[None],
         torch.ones(length + 1, length + 1, dtype=torch.bool, device=root_B.device).tril()[None],
         length,
+        None if laws_BCV is None else DraftLaws(laws_BCV, law_of_node=tuple(range(length + 1))),
     )

@@ -14,6 +14,7 @@ from infer.acceptance_stats import AcceptanceStats
 from infer.generate import Generator
 from infer.loading import Dtype, load_generator
 from infer.prompts import encode_chat
+from infer.verifiers import VerifierChoice, check_verifier, is_lossless
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,10 @@ class SamplingOptions:
     """Above 1 makes tokens of the text so far less likely; 1 is off."""
     seed: int = 0
     """Fixes what is drawn."""
+    verifier: VerifierChoice = "auto"
+    """How drafts are verified when tokens are drawn; the law is the base model's own with all but `typical`, which
+    accepts whatever is likely enough. All but auto, sample-and-match and typical draw their drafts, over --tree chain
+    (token-rejection, block) or any fixed tree (recursive-rejection, traversal)."""
 
     def generation_config(self) -> GenerationConfig | None:
         """None for plain greedy decoding. Raises ValueError naming an impossible option."""
@@ -44,6 +49,7 @@ class SamplingOptions:
         ):
             if not possible:
                 raise ValueError(f"{name} {value}: must be {range_}")
+        check_verifier(self.verifier, greedy=not self.temperature)
         if not self.temperature:
             for name, value, neutral in (("--top-k", self.top_k, 0), ("--top-p", self.top_p, 1), ("--min-p", self.min_p, 0)):
                 if value != neutral:
@@ -59,6 +65,11 @@ class SamplingOptions:
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
+
+    def warn(self) -> None:
+        """Says on standard error that the text will not have the base model's law, where it will not."""
+        if not is_lossless(self.verifier):
+            print(f"warning: --verifier {self.verifier} is lossy: the text does not follow the base model's own law", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +103,18 @@ class Generate(SamplingOptions):
         if not prompt.strip():
             raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
         config = self.generation_config()
+        self.warn()
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
-        answer = stream(generator, ids, max_new_tokens=self.max_new_tokens, stop=self.stop, generation_config=config, seed=self.seed)
+        answer = stream(
+            generator,
+            ids,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            generation_config=config,
+            seed=self.seed,
+            verifier=self.verifier,
+        )
         if self.show_stats:
             print(answer.summary(), file=sys.stderr)
 
@@ -123,6 +143,7 @@ class Chat(SamplingOptions):
 
     def run(self) -> None:
         self.generation_config()  # refuses impossible options before the model is loaded
+        self.warn()
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         messages = system_message(self.system)
         if sys.stdin.isatty():
@@ -145,6 +166,7 @@ class Chat(SamplingOptions):
                 stop=self.stop,
                 generation_config=self.generation_config(),
                 seed=self.seed,
+                verifier=self.verifier,
             )
         except ValueError as error:
             print(f"error: {error} (/reset begins a new conversation)", file=sys.stderr)
@@ -194,6 +216,7 @@ def stream(
     stop: Sequence[str],
     generation_config: GenerationConfig | None = None,
     seed: int = 0,
+    verifier: VerifierChoice = "auto",
 ) -> StreamedAnswer:
     """Decodes one prompt, printing text as soon as no later token can change it. Ctrl-C ends the answer."""
     stats = [AcceptanceStats()]
@@ -202,7 +225,13 @@ def stream(
     first = start
     try:
         for step in generator.steps(
-            [ids], max_new_tokens=max_new_tokens, stop=stop, generation_config=generation_config, seed=seed, stats=stats
+            [ids],
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            generation_config=generation_config,
+            seed=seed,
+            verifier=verifier,
+            stats=stats,
         ):
             row = step.rows[0]
             first = first if num_tokens else time.perf_counter()

@@ -1,9 +1,10 @@
-"""Probabilities -> decisions: the only source of randomness of sampled verification."""
+"""Probabilities -> decisions: the only source of randomness of sampled drafts and their verification."""
 
-# V vocabulary
+# V vocabulary, B batch, M laws per row, W entries of a law, C draws from a law
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,3 +66,14 @@ class GeneratorDraws:
     def uniform(self) -> float:
         """In [0, 1)."""
         return float(torch.rand((), generator=self.generator, dtype=torch.float64))
+
+
+def draw_in_order(laws_BMW: Tensor, count: int, generators: Sequence[torch.Generator]) -> Tensor:
+    """The first `count` entries [B, M, C] drawn from every law one after the other without replacement.
+
+    An exponential race: entry i arrives after a time of rate law[i], and the order of arrival is that of
+    such draws (Efraimidis and Spirakis 2006; Kool et al., arXiv 1903.06059, in other words). Every law
+    must have `count` entries above 0. generators: one per row, on the CPU.
+    """
+    times = [torch.empty(laws_BMW.shape[1:], dtype=torch.float64).exponential_(generator=generator) for generator in generators]
+    return (laws_BMW.double() / torch.stack(times).to(laws_BMW.device)).topk(count, dim=-1).indices

@@ -38,7 +38,24 @@ class Measured:
     num_positions: int
     ranks_RK: Tensor = field(repr=False, compare=False)
 
+    def as_exact_dict(self) -> dict[str, Any]:
+        """All of it, as plain values for JSON."""
+        lengths = {str(n): tau for n, tau in self.acceptance_length.items()}
+        return {
+            "rank_accuracy": self.rank_accuracy,
+            "acceptance_length": lengths,
+            "top1": self.top1,
+            "num_positions": self.num_positions,
+            "ranks": self.ranks_RK.tolist(),
+        }
+
+    @staticmethod
+    def from_exact_dict(values: dict[str, Any]) -> Measured:
+        lengths = {int(n): tau for n, tau in values["acceptance_length"].items()}
+        return Measured(values["rank_accuracy"], lengths, values["top1"], values["num_positions"], torch.tensor(values["ranks"]))
+
     def as_dict(self) -> dict[str, Any]:
+        """What is stored beside the heads: rounded, without the positions."""
         return {
             "rank_accuracy": [[round(a, 5) for a in row] for row in self.rank_accuracy],
             "acceptance_length": {str(n): round(tau, 4) for n, tau in self.acceptance_length.items()},

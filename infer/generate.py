@@ -16,10 +16,13 @@ from infer.acceptance_stats import AcceptanceStats
 from infer.candidates import Candidates
 from infer.drafters import Drafter, NoDrafter
 from infer.kv_cache import KVCache
+from infer.stage_timer import NoTimer, StageTimer
 from infer.stopping import RowOutput
 from infer.target import GreedyTarget, ProcessedTarget, Target
 from infer.tree_forward import prefill, tree_forward
 from infer.tree_support import check_tree_support
+from infer.verifiers import VerifierChoice, check_verifier, is_lossless
+from infer.verify import Verification
 from medusa_heads import base_model
 
 MAX_NEW_TOKENS = 128
@@ -28,13 +31,15 @@ MAX_NEW_TOKENS = 128
 @dataclass(frozen=True, slots=True)
 class Generation:
     """One answer. token_ids: new tokens, the end token included; finish_reason: `eos`, `stop` or
-    `length`; runs: how many tokens each base forward emitted, in order (the first is the prefill)."""
+    `length`; runs: how many tokens each base forward emitted, in order (the first is the prefill); lossless:
+    whether the text has the base model's own law (all verifiers but `typical`)."""
 
     token_ids: list[int]
     text: str
     finish_reason: str
     runs: list[int]
     stats: AcceptanceStats
+    lossless: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,15 @@ class Generator:
         stop: Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
         seed: int = 0,
+        verifier: VerifierChoice = "auto",
     ) -> list[Generation]:
         """Answers a batch of prompts (token ids), ragged lengths allowed.
 
         eos_ids: None takes the settings' or the model's own. generation_config: None is greedy; else the
         settings of transformers' `generate`, and `seed` fixes what is drawn. max_new_tokens: None takes
-        the settings', else 128. Raises ValueError on an empty prompt, one that fills the context, a
-        max_new_tokens below 1, or a setting that cannot be honoured.
+        the settings', else 128. verifier: how sampled drafts are verified (infer/verifiers.py); all but
+        `typical` give the law of the settings. Raises ValueError on an empty prompt, one that fills the
+        context, a max_new_tokens below 1, or a setting or verifier that cannot be honoured.
         """
         runs: list[list[int]] = [[] for _ in prompts]
         stats = [AcceptanceStats() for _ in prompts]
@@ -85,6 +92,7 @@ class Generator:
             stop=stop,
             generation_config=generation_config,
             seed=seed,
+            verifier=verifier,
             stats=stats,
         ):
             rows = step.rows
@@ -92,7 +100,7 @@ class Generator:
                 if new:
                     run.append(len(new))
         return [
-            Generation(row.token_ids, row.text, row.finish_reason or "length", run, stat)
+            Generation(row.token_ids, row.text, row.finish_reason or "length", run, stat, is_lossless(verifier))
             for row, run, stat in zip(rows, runs, stats, strict=True)
         ]
 
@@ -106,9 +114,12 @@ class Generator:
         stop: Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
         seed: int = 0,
+        verifier: VerifierChoice = "auto",
         stats: list[AcceptanceStats] | None = None,
+        timer: StageTimer | None = None,
     ) -> Iterator[Step]:
-        """The decoding loop, one Step per base forward (the first is the prefill)."""
+        """The decoding loop, one Step per base forward (the first is the prefill, which `timer` leaves out)."""
+        timer = timer or NoTimer()
         texts = self._checked(prompts)
         limits = self._limits(texts, max_new_tokens, generation_config)
         eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
@@ -116,36 +127,41 @@ class Generator:
         rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
         stats = stats if stats is not None else [AcceptanceStats() for _ in rows]
 
-        target = self._target(generation_config, texts, limits, eos, seed)
+        target = self._target(generation_config, texts, limits=limits, eos_ids=eos, seed=seed, verifier=verifier)
         cache = self._new_cache(texts, max(limits))
         self.drafter.start(texts)
+        if target.draft_sampling is not None:
+            self.drafter.sample(target.draft_sampling)
         hidden_BD = prefill(self.model, texts, cache)
         root_B = target.first(base_model.compute_logits(self.model, hidden_BD), texts)
         emitted = [[token] for token in root_B.tolist()]
         while True:
-            new_tokens = [row.extend(tokens) if row.finish_reason is None else [] for row, tokens in zip(rows, emitted, strict=True)]
-            for text, tokens in zip(texts, emitted, strict=True):
-                text.extend(tokens)
+            with timer.stage("other"):
+                new_tokens = [row.extend(tokens) if row.finish_reason is None else [] for row, tokens in zip(rows, emitted, strict=True)]
+                for text, tokens in zip(texts, emitted, strict=True):
+                    text.extend(tokens)
             yield Step(new_tokens, rows)
             running = [row.finish_reason is None for row in rows]
             if not any(running):
                 return
-            candidates = self._propose(root_B, hidden_BD, texts, cache)
-            logits_BNV, hidden_BND = tree_forward(self.model, candidates, cache)
-            accepted = target.verify(logits_BNV, candidates, texts, running)
-            lengths = accepted.length_B.tolist()
-            cache.keep(accepted.path_BP, [length + 1 if runs else 0 for length, runs in zip(lengths, running, strict=True)])
-            path_tokens = candidates.tokens_BN.gather(1, accepted.path_BP).tolist()
-            emitted = [
-                [*tokens[1 : length + 1], bonus] if runs else []
-                for tokens, length, bonus, runs in zip(path_tokens, lengths, accepted.bonus_B.tolist(), running, strict=True)
-            ]
-            for stat, length, runs in zip(stats, lengths, running, strict=True):
-                if runs:
-                    stat.record(candidates.num_nodes, length)
-            last_B = accepted.path_BP.gather(1, accepted.length_B[:, None])[:, 0]
-            hidden_BD = hidden_BND[torch.arange(len(rows), device=last_B.device), last_B]
-            root_B = accepted.bonus_B
+            cache.let_go(running)
+            with timer.stage("draft"):
+                candidates = self._propose(root_B, hidden_BD, texts, cache)
+            logits_BNV, hidden_BND = tree_forward(self.model, candidates, cache, timer=timer)
+            with timer.stage("verify"):
+                accepted = target.verify(logits_BNV, candidates, texts, running)
+                lengths = accepted.length_B.tolist()
+            with timer.stage("compact"):
+                cache.keep(accepted.path_BP, [length + 1 if runs else 0 for length, runs in zip(lengths, running, strict=True)])
+            with timer.stage("other"):
+                self.drafter.observe(lengths, running)
+                for stat, length, runs in zip(stats, lengths, running, strict=True):
+                    if runs:
+                        stat.record(candidates.num_nodes, length)
+                emitted = emitted_tokens(candidates, accepted, running)
+                last_B = accepted.path_BP.gather(1, accepted.length_B[:, None])[:, 0]
+                hidden_BD = hidden_BND[torch.arange(len(rows), device=last_B.device), last_B]
+                root_B = accepted.bonus_B
 
     def _end_tokens(self, generation_config: GenerationConfig | None) -> Sequence[int]:
         own = generation_config.eos_token_id if generation_config is not None else None
@@ -154,11 +170,28 @@ class Generator:
         return [own] if isinstance(own, int) else list(own)
 
     def _target(
-        self, generation_config: GenerationConfig | None, texts: list[list[int]], limits: list[int], eos: Sequence[int], seed: int
+        self,
+        generation_config: GenerationConfig | None,
+        texts: list[list[int]],
+        *,
+        limits: list[int],
+        eos_ids: Sequence[int],
+        seed: int,
+        verifier: VerifierChoice,
     ) -> Target:
         if generation_config is None:
+            check_verifier(verifier, greedy=True)
             return GreedyTarget()
-        return ProcessedTarget(self.model, generation_config, texts, max_new_tokens=limits, eos_ids=eos, seed=seed)
+        return ProcessedTarget(
+            self.model,
+            generation_config,
+            texts,
+            max_new_tokens=limits,
+            eos_ids=eos_ids,
+            seed=seed,
+            drafter=self.drafter,
+            verifier=verifier,
+        )
 
     def _limits(self, texts: list[list[int]], max_new_tokens: int | None, generation_config: GenerationConfig | None) -> list[int]:
         """The most new tokens of each row: the argument, else the settings' max_new_tokens, else what their max_length leaves."""
@@ -192,9 +225,18 @@ class Generator:
 
     def _propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]], cache: KVCache) -> Candidates:
         candidates = self.drafter.propose(root_B, hidden_BD, texts)
-        if max(cache.lengths) + candidates.max_depth >= self.max_length:  # the last positions of the context
+        if max(cache.held_lengths) + candidates.max_depth >= self.max_length:  # the last positions of the context
             return Candidates.root_only(root_B)
         return candidates
+
+
+def emitted_tokens(candidates: Candidates, accepted: Verification, running: Sequence[bool]) -> list[list[int]]:
+    """The accepted path below the root and the bonus token; nothing for rows that have ended."""
+    path_tokens = candidates.tokens_BN.gather(1, accepted.path_BP).tolist()
+    return [
+        [*tokens[1 : length + 1], bonus] if runs else []
+        for tokens, length, bonus, runs in zip(path_tokens, accepted.length_B.tolist(), accepted.bonus_B.tolist(), running, strict=True)
+    ]
 
 
 def stop_strings(generation_config: GenerationConfig | None) -> list[str]:

@@ -3,10 +3,11 @@
 Row b holds its tokens at 0 .. lengths[b] - 1. A forward over N new tokens writes them at
 lengths[b] .. lengths[b] + N - 1 without moving the length; `keep` then moves the accepted ones
 together and advances the length, which drops the rest. Lengths live on the host, so nothing waits
-for the device.
+for the device. Rows that have ended can be let go of: the others then lie side by side, and forwards
+run over them alone.
 """
 
-# B batch, L layers, H key-value heads, S capacity, C key or value width, N new tokens, P path length
+# B batch, R rows still held, L layers, H key-value heads, S capacity, C key or value width, N new tokens, P path length
 
 from __future__ import annotations
 
@@ -29,10 +30,12 @@ class KVCache(Cache):
         """Room for `capacity` tokens a row, rounded up to whole buckets of 256 and grown on demand."""
         self.shapes = list(shapes)
         self.lengths = [0] * batch_size
+        self.rows = list(range(batch_size))  # rows of the batch in the order in which they lie in the buffers
         self.dtype, self.device = dtype, torch.device(device)
         self.capacity = 0
         self.buffers: dict[LayerShape, tuple[Tensor, Tensor]] = {}
-        self._write_BN: Tensor | None = None
+        self._write_RN: Tensor | None = None
+        self._places_R1: Tensor | None = None
         self._write_start = 0
         self._key_length = 0
         self.views = [_LayerView(self, index) for index in range(len(self.shapes))]
@@ -48,27 +51,55 @@ class KVCache(Cache):
             members = [i for i, s in enumerate(self.shapes) if s == shape]
             grown = []
             for which, width in enumerate((shape.key_dim, shape.value_dim)):
-                buffer = torch.zeros(
-                    len(members), len(self.lengths), shape.num_heads, capacity, width, dtype=self.dtype, device=self.device
-                )
+                buffer = torch.zeros(len(members), len(self.rows), shape.num_heads, capacity, width, dtype=self.dtype, device=self.device)
                 if shape in self.buffers:
                     buffer[..., : self.capacity, :] = self.buffers[shape][which]
                 grown.append(buffer)
             self.buffers[shape] = (grown[0], grown[1])
-            for position, index in enumerate(members):
-                layer = self.views[index]
-                layer.keys, layer.values = grown[0][position], grown[1][position]
         self.capacity = capacity
+        self._show()
+
+    def _show(self) -> None:
+        """Points the layers at their parts of the buffers."""
+        for shape, (keys, values) in self.buffers.items():
+            members = [view for view, own in zip(self.views, self.shapes, strict=True) if own == shape]
+            for position, view in enumerate(members):
+                view.keys, view.values = keys[position], values[position]
+
+    def let_go(self, running: Sequence[bool]) -> None:
+        """Forgets the rows that are not `running`; at least one must be. They keep their places in `lengths`, and
+        `keep` must keep nothing of them. Costs a copy of the row that moves into the gap."""
+        if all(running[row] for row in self.rows):
+            return
+        for place in reversed(range(len(self.rows))):
+            if running[self.rows[place]]:
+                continue
+            moved = self.rows.pop()
+            if place < len(self.rows):
+                self.rows[place] = moved
+                for buffers in self.buffers.values():
+                    for buffer in buffers:
+                        buffer[:, place, :, : self.lengths[moved]] = buffer[:, len(self.rows), :, : self.lengths[moved]]
+        assert self.rows, "one row runs"
+        held = len(self.rows)
+        self.buffers = {shape: (keys[:, :held], values[:, :held]) for shape, (keys, values) in self.buffers.items()}
+        self._show()
+
+    @property
+    def held_lengths(self) -> list[int]:
+        """Lengths of the rows still held, in the order of `rows`."""
+        return [self.lengths[row] for row in self.rows]
 
     def begin(self, num_new: int) -> int:
         """Announces a forward over `num_new` tokens a row. Returns the key length S it will see."""
-        self._key_length = max(self.lengths) + num_new
+        lengths = self.held_lengths
+        self._key_length = max(lengths) + num_new
         self.reserve(self._key_length)
-        if min(self.lengths) == max(self.lengths):
-            self._write_start, self._write_BN = self.lengths[0], None
+        if min(lengths) == max(lengths):
+            self._write_start, self._write_RN = lengths[0], None
         else:
-            starts = torch.tensor(self.lengths, device=self.device)
-            self._write_BN = starts[:, None] + torch.arange(num_new, device=self.device)
+            self._write_RN = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(num_new, device=self.device)
+            self._places_R1 = torch.arange(len(lengths), device=self.device)[:, None]
         return self._key_length
 
     def keep(self, path_BP: Tensor, counts: Sequence[int]) -> None:
@@ -77,15 +108,18 @@ class KVCache(Cache):
         path_BP: long [B, P] indices into the last forward's tokens, the root (0) first.
         """
         path_length = max(counts)
-        path_BP = path_BP[:, :path_length]
+        path_RP = path_BP[:, :path_length]
+        if len(self.rows) < len(counts):
+            assert not any(count for row, count in enumerate(counts) if row not in self.rows), "these rows were let go of"
+            path_RP = path_RP[self.rows]
         in_place = torch.arange(path_length, device=path_BP.device)
-        if path_length and not bool((path_BP == in_place).all()):
-            rows_B1 = torch.arange(len(self.lengths), device=self.device)[:, None]
-            starts_B1 = torch.tensor(self.lengths, device=self.device)[:, None]
+        if path_length and not bool((path_RP == in_place).all()):
+            places_R1 = torch.arange(len(self.rows), device=self.device)[:, None]
+            starts_R1 = torch.tensor(self.held_lengths, device=self.device)[:, None]
             for buffers in self.buffers.values():
                 for buffer in buffers:
-                    by_row = buffer.permute(1, 3, 0, 2, 4)  # [B, S, L, H, C], a view
-                    by_row[rows_B1, starts_B1 + in_place] = by_row[rows_B1, starts_B1 + path_BP]
+                    by_row = buffer.permute(1, 3, 0, 2, 4)  # [R, S, L, H, C], a view
+                    by_row[places_R1, starts_R1 + in_place] = by_row[places_R1, starts_R1 + path_RP]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -111,21 +145,21 @@ class _LayerView(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         cache = self.cache
         assert self.keys is not None and self.values is not None
-        if cache._write_BN is None:
+        if cache._write_RN is None:
             start, num_new = cache._write_start, key_states.shape[2]
             self.keys[:, :, start : start + num_new] = key_states
             self.values[:, :, start : start + num_new] = value_states
         else:
-            rows = torch.arange(len(cache.lengths), device=key_states.device)[:, None]
-            self.keys.transpose(1, 2)[rows, cache._write_BN] = key_states.transpose(1, 2)
-            self.values.transpose(1, 2)[rows, cache._write_BN] = value_states.transpose(1, 2)
+            assert cache._places_R1 is not None
+            self.keys.transpose(1, 2)[cache._places_R1, cache._write_RN] = key_states.transpose(1, 2)
+            self.values.transpose(1, 2)[cache._places_R1, cache._write_RN] = value_states.transpose(1, 2)
         return self.keys[:, :, : cache._key_length], self.values[:, :, : cache._key_length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache._key_length, 0
 
     def get_seq_length(self) -> int:
-        return max(self.cache.lengths)
+        return max(self.cache.held_lengths)
 
     def get_max_length(self) -> int:
         return self.cache.capacity

@@ -10,31 +10,47 @@ import torch
 from transformers import PreTrainedModel
 
 from infer.auto_tree import choose_tree
-from infer.drafters import NoDrafter
+from infer.drafters import Drafter, NoDrafter
+from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.tree import Tree
-from infer.tree_spec import BeamTree, parse_tree
+from infer.tree_spec import BeamTree, parse_tree, tuned_tree
+from infer.tuned_check import tuned_engine
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 NO_HEADS = "none"
+PLAIN_MARGIN = 1.03  # a copy whose plain steps take longer than the fastest one's by more would slow text that no draft fits
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
     """Heads with the tree they draft and the copy of the base model that decodes with them.
-    curve: the measurement behind `--tree auto`, else empty."""
+    curve: the measurement behind `--tree auto`, whose tree is the one to begin with; else empty."""
 
     checkpoint: HeadsCheckpoint
     engine: PreTrainedModel
     tree: Tree | BeamTree
     curve: list[dict[str, Any]]
 
-    def drafter(self) -> HeadsDrafter:
-        return HeadsDrafter(self.engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
+    def drafter(self) -> Drafter:
+        drafter = HeadsDrafter(self.engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
+        return adaptive_heads(drafter, self.curve) if self.curve else drafter
+
+
+def adaptive_heads(drafter: HeadsDrafter, curve: Sequence[dict[str, Any]]) -> AdaptiveDrafter:
+    """The drafter over beam trees of the sizes that were measured, or none where that is faster."""
+
+    def resize(num_nodes: int) -> None:
+        drafter.tree = BeamTree(num_nodes)
+
+    seconds: dict[int, dict[int, float]] = {}
+    for row in curve:
+        seconds.setdefault(row["batch_size"], {})[row["num_nodes"]] = row["draft_s"] + row["forward_s"]
+    return AdaptiveDrafter(drafter, resize, lengths={row["num_nodes"]: row["expected_acceptance_length"] for row in curve}, seconds=seconds)
 
 
 def pick_device(name: str) -> torch.device:
@@ -78,14 +94,33 @@ def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, b
     checkpoint = load_heads(name, copies[0])
     parsed = parse_tree(tree, checkpoint)
     if parsed is not None:
-        engine = fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
+        if parsed.num_nodes >= (room := base_model.max_length(copies[0])):
+            raise ValueError(
+                f"--tree {tree}: {parsed.num_nodes} nodes and the root do not fit the context of {room} tokens: use fewer nodes"
+            )
+        engine = None
+        if tree == "tuned":
+            engine = tuned_engine(tuned_tree(checkpoint)[1], copies, heads=checkpoint.folder, batch_size=batch_size)
+        engine = engine or fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
         return LoadedHeads(in_dtype(checkpoint, engine.dtype), engine, parsed, [])
     found = []
     for engine in copies:
         heads = in_dtype(checkpoint, engine.dtype)
         choice = choose_tree(engine, heads, batch_size=batch_size)
         found.append(LoadedHeads(heads, engine, choice.tree, choice.curve))
-    return max(found, key=lambda heads: max(row["expected_tokens_per_second"] for row in heads.curve))
+    return best_copy(found, batch_size)
+
+
+def best_copy(found: Sequence[LoadedHeads], batch_size: int) -> LoadedHeads:
+    """The copy with the most expected tokens per second among those whose plain steps are (nearly) the fastest."""
+    speeds = [
+        {row["num_nodes"]: row["expected_tokens_per_second"] for row in heads.curve if row["batch_size"] == batch_size} for heads in found
+    ]
+    plain = max(by_nodes[0] for by_nodes in speeds)
+    fast_enough = [
+        (max(by_nodes.values()), heads) for by_nodes, heads in zip(speeds, found, strict=True) if by_nodes[0] * PLAIN_MARGIN >= plain
+    ]
+    return max(fast_enough, key=lambda pair: pair[0])[1]
 
 
 def load_generator(base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str) -> tuple[Generator, Any]:

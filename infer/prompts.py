@@ -18,11 +18,13 @@ MAX_NAMED_LINES = 5  # of a file with many broken lines, so that the message sta
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a prompt file. messages: the turns up to and including the first user turn."""
+    """One row of a prompt file. messages: the turns up to and including the first user turn; reference: the right
+    answer to it, where the row has one."""
 
     id: str
     category: str
     messages: list[dict[str, str]]
+    reference: str | None = None
 
 
 def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -84,11 +86,17 @@ def _parse(line: str, number: int) -> Prompt:
             check_whole_characters(message[part], part)
         kept.append({"role": message["role"], "content": message["content"]})
         if message["role"] == "user":
-            prompt = Prompt(str(row.get("id", f"line-{number}")), str(row.get("category", "all")), kept)
+            prompt = Prompt(str(row.get("id", f"line-{number}")), str(row.get("category", "all")), kept, _reference(row.get("reference")))
             for part in ("id", "category"):
                 check_whole_characters(getattr(prompt, part), part)
             return prompt
     raise ValueError("has no user turn")
+
+
+def _reference(value: Any) -> str | None:
+    """A string, or the first of a list with one for each turn."""
+    first = value[0] if isinstance(value, list) and value else value
+    return first if isinstance(first, str) else None
 
 
 def file_sha256(path: str | Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from infer.bench_table import row_label
 from infer.output_file import replacing_file
 
 
@@ -40,7 +41,7 @@ def draw_speeds(axes: Any, document: dict[str, Any]) -> None:
     """One bar per row that ran; rows that draft stand out."""
     rows = [row for row in document["rows"] if row["tokens_per_second"]]
     colours = ["tab:orange" if row["num_drafted_tokens"] else "tab:gray" for row in rows]
-    bars = axes.barh([row["drafter"] for row in rows], [row["tokens_per_second"] for row in rows], color=colours)
+    bars = axes.barh([row_label(row) for row in rows], [row["tokens_per_second"] for row in rows], color=colours)
     axes.bar_label(bars, labels=[_bar_label(row) for row in rows], padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.margins(x=0.4)  # room for the labels
@@ -59,7 +60,7 @@ def draw_acceptance(axes: Any, document: dict[str, Any]) -> None:
     deepest = max((len(row["acceptance_by_depth"]) for row in rows), default=0)
     for row in rows:
         shares = row["acceptance_by_depth"] + [0.0] * (deepest - len(row["acceptance_by_depth"]))
-        axes.plot(range(1, deepest + 1), shares, marker="o", label=f"{row['drafter']} (length {row['mean_acceptance_length']:.2f})")
+        axes.plot(range(1, deepest + 1), shares, marker="o", label=f"{row_label(row)} (length {row['mean_acceptance_length']:.2f})")
     if rows:
         axes.legend(fontsize=9)
         axes.set_xticks(range(1, deepest + 1))

@@ -1,34 +1,39 @@
 """The base model's logits at the nodes of a tree -> the tokens it emits: greedy, or by any GenerationConfig.
 
 Greedy decoding takes the argmax. Otherwise transformers' own logits processors run at every visited
-node on the node's own prefix, and the node draws one token (sample-and-match: go to the child that
-holds it, else emit it and stop). One uniform number belongs to each emitted token, so the text under
-a seed does not depend on what was drafted: in float32 it is that of plain decoding, token for token.
+node on the node's own prefix, which gives the law p that a sampled verifier reads. Under sample-and-match
+one uniform number belongs to each emitted token, so the text under a seed does not depend on what was
+drafted: in float32 it is that of plain decoding, token for token.
 """
 
-# B batch, N tree nodes including the root, V vocabulary
+# B batch, N tree nodes including the root, V vocabulary, R rows
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopPLogitsWarper
 
 from infer.candidates import Candidates
+from infer.drafters import Drafter, DraftSampling
 from infer.draws import Draws, GeneratorDraws, MostLikely
+from infer.verifiers import VerifierChoice, needs_drawn_drafts, resolve_verifier, verdict
 from infer.verify import Verification, verify_greedy
-from infer.verify_sampled import DraftTree, sample_and_match
+from infer.verify_sampled import DraftTree, Laws
 from medusa_heads import base_model
 
-NUM_TOP = 256  # candidates looked at before a top-p cut-off is searched in the whole vocabulary
+NUM_TOP = 256  # tokens looked at first for a top-p cut-off
 
 
 class Target(Protocol):
-    """What decides the tokens of a batch; drafts only decide how many of them one forward yields."""
+    """What decides the tokens of a batch. draft_sampling: how drafts must be drawn for it; None where any will do."""
+
+    draft_sampling: DraftSampling | None
 
     def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
         """The tokens [B] after the prompts."""
@@ -42,6 +47,8 @@ class Target(Protocol):
 
 class GreedyTarget:
     """The argmax at every node, lowest id on ties."""
+
+    draft_sampling: DraftSampling | None = None
 
     def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
         return logits_BV.argmax(-1)
@@ -62,27 +69,44 @@ class ProcessedTarget:
         max_new_tokens: Sequence[int],
         eos_ids: Sequence[int],
         seed: int,
+        drafter: Drafter,
+        verifier: VerifierChoice = "auto",
     ) -> None:
-        """Raises ValueError naming a setting that tree decoding cannot honour."""
-        self.rows = []
-        for index, (prompt, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-            processors, sampled = base_model.logits_processors(
-                model, generation_config, prompt_length=len(prompt), max_new_tokens=limit, eos_ids=eos_ids
+        """Raises ValueError naming a setting that tree decoding cannot honour, or why `verifier` cannot run with
+        these settings and this drafter."""
+
+        @functools.cache
+        def processors(prompt_length: int, limit: int) -> tuple[LogitsProcessorList, bool]:
+            return base_model.logits_processors(
+                model, generation_config, prompt_length=prompt_length, max_new_tokens=limit, eos_ids=eos_ids
             )
-            self.rows.append(RowLaw(processors, seed=row_seed(seed, index) if sampled else None))
+
+        self.rows = []
+        for row, (prompt, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+            processing, sampled = processors(len(prompt), limit)
+            self.rows.append(RowLaw(processing, seed=row_seed(seed, row) if sampled else None))
+        first = self.rows[0]
+        self.verifier = resolve_verifier(verifier, drafter=drafter.name, sampled_shape=drafter.sampled_shape, greedy=first.is_greedy)
+        self.draft_sampling: DraftSampling | None = None
+        if needs_drawn_drafts(self.verifier):
+            self.draft_sampling = DraftSampling(first.temperature, tuple(row_seed(seed, f"draft/{row}") for row in range(len(self.rows))))
 
     def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
         tokens = [law.choose(logits_V, text) for law, logits_V, text in zip(self.rows, logits_BV, texts, strict=True)]
         return torch.tensor(tokens, device=logits_BV.device)
 
     def verify(self, logits_BNV: Tensor, candidates: Candidates, texts: Sequence[Sequence[int]], running: Sequence[bool]) -> Verification:
-        parents_BN = candidates.parents_BN.expand_as(candidates.tokens_BN)
+        tokens, parents = candidates.tokens_BN.tolist(), candidates.parents_BN.expand_as(candidates.tokens_BN).tolist()
+        drawn = candidates.draft_laws
+        assert drawn is not None or self.draft_sampling is None or not candidates.num_nodes, "drafts that were to be drawn carry their laws"
         paths, bonus = [], []
         for row, law in enumerate(self.rows):
-            tree = DraftTree(tuple(candidates.tokens_BN[row].tolist()), tuple(parents_BN[row].tolist()))
-            path, token = [0], tree.tokens[0]
+            path, token = [0], tokens[row][0]
             if running[row]:
-                path, token = sample_and_match(tree, NodeLaws(law, tree, logits_BNV[row], texts[row]), law.draws)
+                tree = DraftTree(tuple(tokens[row]), tuple(parents[row]))
+                p = NodeLaws(law, tree, logits_BNV[row], texts[row])
+                q: Laws = drawn.row(row, vocab_size=logits_BNV.shape[-1]) if drawn is not None else []
+                path, token = verdict(self.verifier, tree, p, q, law.draws, replace=drawn is not None and drawn.replace)
             paths.append(path)
             bonus.append(token)
         longest = max(map(len, paths))
@@ -101,6 +125,11 @@ class RowLaw:
         self.processors, self.is_greedy = processors, seed is None
         self.draws: Draws = MostLikely() if seed is None else GeneratorDraws(torch.Generator().manual_seed(seed))
 
+    @property
+    def temperature(self) -> float:
+        """What the settings divide logits by."""
+        return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
+
     def scores(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
         """Processed logits, float32 [V]. Raises ValueError when the settings leave no token."""
         scores_1V = logits_V.float()[None]
@@ -115,9 +144,9 @@ class RowLaw:
         return scores_1V[0]
 
     def weights(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-        """What `draws` chooses by: processed logits when greedy (a softmax could tie them), else unnormalised probabilities."""
+        """What `draws` chooses by: processed logits when greedy (a softmax could tie them), else probabilities."""
         scores_V = self.scores(logits_V, prefix)
-        return scores_V if self.is_greedy else (scores_V - scores_V.max()).exp()
+        return scores_V if self.is_greedy else scores_V.softmax(-1)
 
     def choose(self, logits_V: Tensor, prefix: Sequence[int]) -> int:
         """The next token after `prefix`."""
@@ -125,30 +154,35 @@ class RowLaw:
 
 
 class NodeLaws:
-    """The law after each node of one row's tree, on the node's own prefix, computed when a node is visited."""
+    """The law after each node of one row's tree, on the node's own prefix, computed when a node is first visited."""
 
     def __init__(self, law: RowLaw, tree: DraftTree, logits_NV: Tensor, text: Sequence[int]) -> None:
         self.law, self.tree, self.logits_NV, self.text = law, tree, logits_NV, text
+        self.known: dict[int, Tensor] = {}
 
     def __getitem__(self, node: int, /) -> Tensor:
-        below_root = [self.tree.tokens[ancestor] for ancestor in self.tree.path_to(node)[1:]]
-        return self.law.weights(self.logits_NV[node], [*self.text, *below_root])
+        if node not in self.known:
+            below_root = [self.tree.tokens[ancestor] for ancestor in self.tree.path_to(node)[1:]]
+            self.known[node] = self.law.weights(self.logits_NV[node], [*self.text, *below_root])
+        return self.known[node]
 
 
 def top_p_cut(scores_RV: Tensor, top_p: float, min_tokens_to_keep: int = 1) -> Tensor:
-    """Masks all but the most likely tokens that together reach top_p, without sorting the vocabulary where
-    its NUM_TOP most likely tokens reach it. Ties at the cut-off keep the lower rank of torch.topk."""
-    size = min(NUM_TOP, scores_RV.shape[-1])
+    """Masks all but the most likely tokens that together reach top_p. The vocabulary is not sorted: NUM_TOP tokens
+    are looked at, and four times as many until they reach it. Ties at the cut-off keep the lower rank of torch.topk."""
+    vocab_size, size = scores_RV.shape[-1], NUM_TOP
     log_total_R1 = scores_RV.logsumexp(-1, keepdim=True)
-    top_RW, order_RW = scores_RV.topk(size, -1)
-    if bool(((top_RW - log_total_R1).exp().sum(-1) < top_p).any()):
-        top_RW, order_RW = scores_RV.sort(-1, descending=True)
-    share_RW = (top_RW - log_total_R1).exp()
+    while True:
+        top_RW, order_RW = scores_RV.topk(min(size, vocab_size), -1)
+        share_RW = (top_RW - log_total_R1).exp()
+        if size >= vocab_size or bool((share_RW.sum(-1) >= top_p).all()):
+            break
+        size *= 4
     kept_RW = share_RW.cumsum(-1) - share_RW < top_p  # the mass of better tokens
     kept_RW[..., :min_tokens_to_keep] = True
     return torch.full_like(scores_RV, -torch.inf).scatter(-1, order_RW, top_RW.masked_fill(~kept_RW, -torch.inf))
 
 
-def row_seed(seed: int, row: int) -> int:
-    """A seed of its own for every row of a batch."""
+def row_seed(seed: int, row: int | str) -> int:
+    """A seed of its own for every row of a batch, and for every use that it is put to."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{row}".encode()).digest()[:8], "big") >> 1

@@ -52,7 +52,7 @@ class Tree:
         if self.depth > num_heads:
             raise ValueError(f"the tree is {self.depth} deep but the heads predict {num_heads} positions: use a tree of at most that depth")
         if self.max_rank >= vocab_size:
-            raise ValueError(f"the tree names rank {self.max_rank}, beyond the {vocab_size} tokens of the vocabulary")
+            raise ValueError(f"the tree names rank {self.max_rank}, but {vocab_size} tokens are proposed: use ranks below {vocab_size}")
 
 
 def build_tree(paths: Iterable[Sequence[int]]) -> Tree:

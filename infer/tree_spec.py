@@ -5,7 +5,8 @@ beam:N         N nodes chosen anew at every step by the per-depth beam
 static:N       N nodes chosen once, from rank accuracies measured on validation text
 FILE.json      a static tree of rank paths
 tuned          the tree that `medusa-heads tree` chose for these heads and stored with them
-auto           the beam tree whose size gives the most tokens per second on this machine
+auto           the beam tree whose size gives the most tokens per second on this machine, chosen anew at every
+               step by how much was accepted lately (drafters/adaptive.py); none where nothing pays
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ def beam_tree(num_nodes: int, checkpoint: HeadsCheckpoint) -> BeamTree:
     return BeamTree(num_nodes)
 
 
-def tuned_tree(checkpoint: HeadsCheckpoint) -> Tree | BeamTree:
-    """The tree stored in the heads checkpoint. Raises ValueError when there is none or its file is damaged."""
+def tuned_tree(checkpoint: HeadsCheckpoint) -> tuple[Tree | BeamTree, dict[str, Any]]:
+    """The tree stored in the heads checkpoint, and the document that says how it was chosen.
+
+    Raises ValueError when there is none or its file is damaged.
+    """
     path = checkpoint.folder / TUNED_FILE
     try:
-        return _stored_tree(json.loads(path.read_text())["choice"], checkpoint)
+        document = json.loads(path.read_text())
+        return _stored_tree(document["choice"], checkpoint), document
     except FileNotFoundError:
         raise ValueError(
             f"--tree tuned: {checkpoint.folder} holds no tuned tree: run `medusa-heads tree` for these heads first, or give --tree auto"
@@ -61,7 +66,7 @@ def tuned_tree(checkpoint: HeadsCheckpoint) -> Tree | BeamTree:
 def _stored_tree(choice: dict[str, Any], checkpoint: HeadsCheckpoint) -> Tree | BeamTree:
     if choice["kind"] == "static":
         tree = build_tree(choice["paths"])
-        tree.check(num_heads=checkpoint.config.num_heads, vocab_size=checkpoint.config.vocab_size)
+        tree.check(num_heads=checkpoint.config.num_heads, vocab_size=num_proposed(checkpoint))
         return tree
     num_nodes = choice["num_nodes"]
     if choice["kind"] != "beam" or type(num_nodes) is not int or num_nodes < 0:
@@ -78,7 +83,7 @@ def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None
     if spec == "auto":
         return None
     if spec == "tuned":
-        return tuned_tree(checkpoint)
+        return tuned_tree(checkpoint)[0]
     if spec == "chain":
         return chain(checkpoint.config.num_heads)
     if kind in ("beam", "static"):
@@ -86,5 +91,14 @@ def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None
             raise ValueError(f"--tree {spec}: write {kind}:N with N >= 1 nodes besides the root")
         return beam_tree(int(argument), checkpoint) if kind == "beam" else static_tree(checkpoint.rank_accuracy, int(argument))
     tree = load_tree(spec)
-    tree.check(num_heads=checkpoint.config.num_heads, vocab_size=checkpoint.config.vocab_size)
+    try:
+        tree.check(num_heads=checkpoint.config.num_heads, vocab_size=num_proposed(checkpoint))
+    except ValueError as error:
+        raise ValueError(f"--tree {spec}: {error}") from None
     return tree
+
+
+def num_proposed(checkpoint: HeadsCheckpoint) -> int:
+    """How many different tokens the heads propose."""
+    vocabulary = checkpoint.draft_vocabulary
+    return checkpoint.config.vocab_size if vocabulary is None else len(vocabulary)

@@ -1,13 +1,12 @@
 """A base model, its heads and prompts -> the tree with the most tokens per second on this machine, stored with the heads.
 
 tokens per second of a tree = batch * expected acceptance length / mean step seconds over the contexts.
-The acceptance is measured on the base's own answers, the step times on zeros in the cache.
+The acceptance is measured on the base's own answers, the step times on zeros in the cache. What has been
+answered and measured is kept until the choice is stored: a run that was killed goes on where it was.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,28 +18,29 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from infer.answer_acceptance import answer, measure_acceptance
+from infer.answer_acceptance import measure_acceptance
 from infer.auto_tree import SIZES, expected_length, longest_context, measure_trees
 from infer.bench import check_room
-from infer.engine.packed_linear import decoding_copies, fastest_copy, is_packed
+from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.expected_acceptance import NUM_RANKS, Measured, held_out_static_length
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.loading import Dtype, default_heads, load_model
-from infer.output_file import check_writable, write_text
+from infer.output_file import check_writable
+from infer.pieces import Pieces
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.report import require_matplotlib
 from infer.tree import Tree
 from infer.tree_builders import static_tree
-from infer.tree_spec import TUNED_FILE, BeamTree, most_beam_nodes
+from infer.tree_spec import TUNED_FILE, BeamTree, most_beam_nodes, num_proposed
 from infer.tune_report import plot_tuning, print_tuning
+from infer.tune_store import finished, store
+from infer.tuned_check import engine_name
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads, resolve_heads
-from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
 
 CONTEXTS = (128, 512, 2048)
 TIME_LIMIT_S = 20.0  # per context and copy of the base: two kinds of trees take turns
-MEASURED_FILE = "trees/measured.json"
 
 Key = tuple[str, int]  # kind and number of nodes
 
@@ -50,7 +50,7 @@ class TuneTree:
     """Choose the tree with the most tokens per second on this machine and store it with the heads.
 
     The base answers the prompts; what the heads would have drafted there gives the acceptance, this
-    machine the step times. `--tree tuned` then uses the choice.
+    machine the step times. `--tree tuned` then uses the choice. A run that was killed goes on where it was.
     """
 
     prompts: Path
@@ -84,42 +84,48 @@ class TuneTree:
         prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
         check_room(model, prompts, prompt_ids, self.max_new_tokens)
         copies = decoding_copies(model)
-        generator = Generator(fastest_copy(copies, [self.batch_size]), tokenizer=tokenizer)
-        answers = answer(generator, prompt_ids, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
-        measured = measure_acceptance(model, checkpoint, prompt_ids, answers)
+        facts: dict[str, Any] = {
+            "sha256": {"heads": file_sha256(folder / "model.safetensors"), "base": checkpoint.config.base_fingerprint},
+            "settings": {
+                "base": self.base,
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "device": str(model.device),
+                "batch_size": self.batch_size,
+                "max_new_tokens": self.max_new_tokens,
+            },
+            "hardware": hardware(model.device),
+            "versions": versions(),
+            "prompts": {"file": self.prompts.name, "sha256": file_sha256(self.prompts), "num": len(prompts)},
+        }
+        if self.output is None and (document := finished(folder, facts)) is not None:
+            self._report(document)
+            print(f"already measured: remove {folder / TUNED_FILE} to measure again")
+            return
+        pieces = Pieces(folder / "trees" if self.output is None else self.output.parent, facts)
+        answers = collect_answers(pieces, copies, prompt_ids, batch_size=self.batch_size, max_new_tokens=self.max_new_tokens)
+        acceptance = pieces.get("acceptance", lambda: measure_acceptance(model, checkpoint, prompt_ids, answers).as_exact_dict())
+        measured = Measured.from_exact_dict(acceptance)
         trees, lengths = candidate_trees(checkpoint, measured)
         contexts = sorted({min(context, longest_context(model, trees)) for context in CONTEXTS})
-        curve = [
-            row
-            for engine in copies
-            for row in measure_curve(
-                engine, in_dtype(checkpoint, engine.dtype), trees, lengths, batch_size=self.batch_size, contexts=contexts
-            )
-        ]
+        curve = measure_curve(pieces, copies, checkpoint, trees, lengths, batch_size=self.batch_size, contexts=contexts)
         summary = summarize(curve)
         best = best_row(summary)
         document = {
             "choice": {**best, **describe(trees[best["kind"], best["num_nodes"]])},
             "summary": summary,
             "curve": curve,
-            "settings": {
-                "base": self.base,
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "device": str(model.device),
-                "batch_size": self.batch_size,
-                "contexts": contexts,
-                "max_new_tokens": self.max_new_tokens,
-                "num_positions": measured.num_positions,
-            },
-            "hardware": hardware(model.device),
-            "versions": versions(),
+            **facts,
+            "settings": {**facts["settings"], "contexts": contexts, "num_positions": measured.num_positions},
             "commit": commit(),
-            "prompts": {"file": self.prompts.name, "sha256": file_sha256(self.prompts), "num": len(prompts)},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        print_tuning(document)
         stored = store(document, measured, folder, self.output)
+        pieces.remove()
+        self._report(document)
         print(f"stored in {stored / TUNED_FILE}: decode with --heads {stored} --tree tuned")
+
+    def _report(self, document: dict[str, Any]) -> None:
+        print_tuning(document)
         if self.plot is not None:
             plot_tuning(document, self.plot)
 
@@ -142,10 +148,25 @@ class TuneTree:
             check_writable(self.plot, "--plot")
 
 
+def collect_answers(
+    pieces: Pieces, copies: Sequence[PreTrainedModel], prompt_ids: Sequence[list[int]], *, batch_size: int, max_new_tokens: int
+) -> list[list[int]]:
+    """The base's own greedy answers, as token ids; a piece is a batch."""
+    generator = Generator(fastest_copy(copies, [batch_size]))
+
+    def answer(start: int) -> list[list[int]]:
+        batch = generator.generate(prompt_ids[start : start + batch_size], max_new_tokens=max_new_tokens)
+        return [generation.token_ids for generation in batch]
+
+    answers: list[list[int]] = []
+    for start in tqdm(range(0, len(prompt_ids), batch_size), desc="answers of the base", file=sys.stderr):
+        answers += pieces.get(f"answers-{start}", lambda start=start: answer(start))  # type: ignore[misc]
+    return answers
+
+
 def candidate_trees(checkpoint: HeadsCheckpoint, measured: Measured) -> tuple[dict[Key, Tree | BeamTree], dict[Key, float]]:
     """Plain decoding (a beam of no nodes), then beam and static trees in growing size, with their expected acceptance lengths."""
-    vocabulary = checkpoint.draft_vocabulary
-    num_ranks = min(NUM_RANKS, checkpoint.config.vocab_size if vocabulary is None else len(vocabulary))
+    num_ranks = min(NUM_RANKS, num_proposed(checkpoint))
     accuracy = [row[:num_ranks] for row in measured.rank_accuracy]
     trees: dict[Key, Tree | BeamTree] = {}
     lengths: dict[Key, float] = {}
@@ -160,7 +181,8 @@ def candidate_trees(checkpoint: HeadsCheckpoint, measured: Measured) -> tuple[di
 
 
 def measure_curve(
-    engine: PreTrainedModel,
+    pieces: Pieces,
+    copies: Sequence[PreTrainedModel],
     checkpoint: HeadsCheckpoint,
     trees: Mapping[Key, Tree | BeamTree],
     lengths: Mapping[Key, float],
@@ -168,12 +190,20 @@ def measure_curve(
     batch_size: int,
     contexts: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """One row per context and tree: step times of one copy of the base and the tokens per second they give."""
-    rows = []
-    for context in tqdm(contexts, desc="step times", unit="context", file=sys.stderr):
-        times = measure_trees(engine, checkpoint, trees, lengths, batch_size=batch_size, context=context, time_limit_s=TIME_LIMIT_S)
-        common = {"engine": "packed" if is_packed(engine) else "stock", "context": context}
-        rows += [{**common, "kind": key[0], **step.figures(lengths[key], batch_size)} for key, step in times.items()]
+    """One row per copy of the base, context and tree: step times and the tokens per second they give. A piece is
+    a copy at one context."""
+
+    def measure(engine: PreTrainedModel, context: int) -> list[dict[str, Any]]:
+        heads = in_dtype(checkpoint, engine.dtype)
+        times = measure_trees(engine, heads, trees, lengths, batch_size=batch_size, context=context, time_limit_s=TIME_LIMIT_S)
+        common = {"engine": engine_name(engine), "context": context}
+        return [{**common, "kind": key[0], **step.figures(lengths[key], batch_size)} for key, step in times.items()]
+
+    rows: list[dict[str, Any]] = []
+    parts = [(engine, context) for engine in copies for context in contexts]
+    for engine, context in tqdm(parts, desc="step times", unit="context", file=sys.stderr):
+        name = f"times-{engine_name(engine)}-{context}"
+        rows += pieces.get(name, lambda engine=engine, context=context: measure(engine, context))  # type: ignore[misc]
     return rows
 
 
@@ -207,31 +237,3 @@ def best_row(summary: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def describe(tree: Tree | BeamTree) -> dict[str, Any]:
     """What `--tree tuned` needs to build the tree again."""
     return {"paths": [list(path) for path in tree.paths]} if isinstance(tree, Tree) else {"width": tree.width}
-
-
-def store(document: dict[str, Any], measured: Measured, folder: Path, output: Path | None) -> Path:
-    """Writes acceptance and choice into the heads `folder`, or into a copy of it at `output`. Returns where they are."""
-    if output is not None:
-        with replacing_folder(output) as work:
-            copy_heads(folder, work)
-            _write(document, measured, work)
-        return output
-    try:
-        _write(document, measured, folder)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written ({error.strerror}); --output DIR writes a copy of the heads with the tree") from None
-    return folder
-
-
-def copy_heads(folder: Path, target: Path) -> None:
-    """The files of a heads checkpoint; not the training states that may lie beside them."""
-    (target / "trees").mkdir()
-    for path in (*folder.iterdir(), *folder.glob("trees/*.json")):
-        if path.is_file() and path.suffix != ".lock":
-            shutil.copyfile(path, target / path.relative_to(folder))
-
-
-def _write(document: dict[str, Any], measured: Measured, folder: Path) -> None:
-    (folder / "trees").mkdir(exist_ok=True)
-    write_text(folder / MEASURED_FILE, json.dumps(measured.as_dict(), indent=1) + "\n")
-    write_text(folder / TUNED_FILE, json.dumps(document, indent=1) + "\n")

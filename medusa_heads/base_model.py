@@ -50,7 +50,8 @@ def load_base(
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a base model, frozen and in eval mode, and its tokenizer.
 
-    base: `embedded`, a local folder, or a hub id (HF_HUB_OFFLINE=1 keeps transformers offline).
+    base: `embedded`, a local folder, or a hub id
+    (HF_HUB_OFFLINE=1 keeps transformers offline).
     dtype: None keeps the checkpoint's own.
     Raises ValueError naming what is missing when the model cannot be loaded.
     """

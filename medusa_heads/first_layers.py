@@ -1,4 +1,4 @@
-"""A base model -> its first layers, final norm and LM head as a model of its own that shares every weight."""
+"""A base model -> its first layers, final norm and LM head as a model of its own: sharing every weight, or a copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads import base_model
 
@@ -40,6 +40,40 @@ def first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     part._modules[lists[0]] = nn.ModuleList(layers[:num_layers])
     _check_first_layers(model, shortened, num_layers)  # type: ignore[arg-type]
     return shortened  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def copy_first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The same as a float32 model with weights of its own, on the device of `model`: saved, it loads anywhere.
+
+    Raises ValueError with the reason when there is no such model.
+    """
+    name = model.config.model_type
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(f"{name} is quantised: its layers cannot be copied into a model that trains; give the model it was made from")
+    shared = first_layers(model, num_layers)
+    config = copy.deepcopy(shared.config)
+    _shorten_lists(config.get_text_config(), len(base_model.decoder_layers(model)), num_layers)
+    try:
+        copied = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=model.config._attn_implementation)
+        copied.load_state_dict(shared.state_dict())
+        copied = copied.to(model.device).eval()
+        probe = torch.tensor([[1, 2, 3, 5]], device=model.device) % base_model.vocab_size(model)
+        logits, expected = (base_model.compute_logits(m, base_model.forward_hidden(m, probe)).float() for m in (copied, shared))
+    except (RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"the first {num_layers} layers of {name} do not make a model of their own: {error}") from error
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
+    if not torch.allclose(logits, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())):
+        raise ValueError(f"the first {num_layers} layers of {name}, as a model of their own, compute something else: take more of them")
+    copied.generation_config = copy.deepcopy(model.generation_config)
+    return copied
+
+
+def _shorten_lists(config: Any, num_layers: int, kept: int) -> None:
+    """Cuts what a config lists layer by layer: `layer_types`, `no_rope_layers`, `mlp_layer_types`, ..."""
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, (list, tuple)) and len(value) == num_layers:
+            setattr(config, name, value[:kept])
 
 
 def _shallow_copy(module: nn.Module, configs: dict[int, Any]) -> nn.Module:

@@ -11,15 +11,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 300
@@ -46,6 +53,32 @@ CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
 }
 FAMILIES = tuple(CONFIGS)
 
+# Further architectures, each for what the families above lack: a window from some layer on, rotation of a part of each head,
+# parallel attention and MLP, experts (routed token by token), attention sinks, keys of another width than values.
+NO_GROUPS = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
+EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2)
+CONFIGS |= {
+    "qwen2": (Qwen2Config, COMMON | dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    "phi3": (Phi3Config, COMMON | dict(rope_parameters=dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5))),
+    "gpt_neox": (GPTNeoXConfig, NO_GROUPS),
+    "mixtral": (MixtralConfig, COMMON | EXPERTS | dict(num_local_experts=4)),
+    "qwen3_moe": (Qwen3MoeConfig, COMMON | EXPERTS | dict(head_dim=16, num_experts=8, moe_intermediate_size=16)),
+    "gpt_oss": (
+        GptOssConfig,
+        COMMON
+        | EXPERTS
+        | dict(head_dim=8, num_local_experts=4, sliding_window=WINDOW, rope_parameters=dict(rope_type="default", rope_theta=10_000.0)),
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        NO_GROUPS
+        | EXPERTS
+        | dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6)
+        | dict(n_routed_experts=8, n_group=2, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1),
+    ),
+}
+ARCHITECTURES = tuple(name for name in CONFIGS if name not in FAMILIES)
+
 
 @functools.cache
 def _built(family: str, seed: int, vocab_size: int, attention: str | None) -> PreTrainedModel:
@@ -54,6 +87,10 @@ def _built(family: str, seed: int, vocab_size: int, attention: str | None) -> Pr
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        if family in ARCHITECTURES:  # biases start as zeros, which would hide an error in them
+            for weight in model.parameters():
+                if not weight.any():
+                    weight.data.normal_(std=0.3)
     for name, weight in model.named_parameters():
         if "post_" in name and family.startswith("gemma"):  # tied embeddings would only repeat the last token
             weight.data.add_(4.0)
@@ -61,10 +98,10 @@ def _built(family: str, seed: int, vocab_size: int, attention: str | None) -> Pr
 
 
 def tiny_model(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, attention: str | None = None) -> PreTrainedModel:
-    """A random float32 model of one of FAMILIES, frozen, in eval mode; the same seed gives the same weights.
+    """A random float32 model of one of FAMILIES or ARCHITECTURES, frozen, in eval mode; the same seed gives the same weights.
 
     Hidden size 32, 2 layers, grouped-query attention; windows are 8 tokens; GPT-2 has 64 positions,
-    the others 512. attention: `sdpa` or `eager`; None takes sdpa, and eager for Gemma 2, which has no other.
+    the others 512. attention: `sdpa` or `eager`; None takes sdpa, and eager for models that have no other.
     Every call returns a model of its own.
     """
     return copy.deepcopy(_built(family, seed, vocab_size, attention))

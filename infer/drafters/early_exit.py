@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer.candidates import Candidates, chain_candidates
+from infer.drafters import Drafter
 from infer.kv_cache import KVCache
 from infer.tree_forward import forward_over_cache, prefill
 from medusa_heads import base_model
@@ -20,7 +21,7 @@ from medusa_heads.first_layers import first_layers
 NUM_DRAFT_TOKENS = 4
 
 
-class EarlyExitDrafter:
+class EarlyExitDrafter(Drafter):
     """Drafts num_draft_tokens greedy tokens with the base's first num_layers layers, sharing its weights.
 
     A base that was not trained to predict from its middle layers gains little: their states are not what

@@ -4,19 +4,27 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer.candidates import Candidates, beam_candidates, static_candidates
+from infer.drafters import Drafter, DraftSampling
 from infer.engine.packed_linear import lm_head_rows
+from infer.sampled_candidates import sampled_candidates
 from infer.tree import Tree
 from infer.tree_spec import BeamTree
+from infer.verifiers import SampledShape
 from medusa_heads import base_model
 from medusa_heads.heads import DraftHeads
 
 
-class HeadsDrafter:
+class HeadsDrafter(Drafter):
     """Proposes from draft heads, over a static tree or the per-step beam tree.
+
+    Over a static tree drafts can also be drawn: the children of a node at depth d from head d + 1's law at
+    the request's temperature (see sampled_candidates.py). A beam tree's shape depends on its tokens, so there
+    they cannot.
 
     draft_vocabulary: the token ids [V'] that are proposed, None for all. Verification sees every token
     whatever is proposed; fewer rows of the LM head make drafting cheaper.
@@ -34,21 +42,41 @@ class HeadsDrafter:
         self.lm_head = base_model.lm_head(model)
         if self.vocabulary is not None:
             self.lm_head = lm_head_rows(self.lm_head, self.vocabulary)
+        self.sampling: DraftSampling | None = None
+        self.generators: list[torch.Generator] = []
 
     @property
     def max_nodes(self) -> int:
         return self.tree.num_nodes
 
+    @property
+    def sampled_shape(self) -> SampledShape | None:
+        if isinstance(self.tree, BeamTree):
+            return None
+        return "chain" if self.tree.depth == self.tree.num_nodes else "tree"
+
     def start(self, prompts: list[list[int]]) -> None:
-        pass
+        self.sampling = None
+
+    def sample(self, sampling: DraftSampling) -> None:
+        self.sampling, self.generators = sampling, [torch.Generator().manual_seed(seed) for seed in sampling.seeds]
 
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
         if not self.tree.num_nodes:
             return Candidates.root_only(root_B)
         logits_BKV = self.draft_logits(hidden_BD)
-        if isinstance(self.tree, Tree):
+        if isinstance(self.tree, BeamTree):
+            return beam_candidates(root_B, logits_BKV, self.tree.num_nodes, self.tree.width, vocabulary=self.vocabulary)
+        if self.sampling is None:
             return static_candidates(root_B, logits_BKV, self.tree, vocabulary=self.vocabulary)
-        return beam_candidates(root_B, logits_BKV, self.tree.num_nodes, self.tree.width, vocabulary=self.vocabulary)
+        return sampled_candidates(
+            root_B,
+            logits_BKV,
+            self.tree,
+            temperature=self.sampling.temperature,
+            generators=self.generators,
+            vocabulary=self.vocabulary,
+        )
 
     def draft_logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits [B, K', V'] over the draft vocabulary, through the shared LM head or the heads' own; K' slots

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from infer.candidates import Candidates, chain_candidates
+from infer.drafters import Drafter
 
 FILLER = 0  # drafted where a row has less to propose than the longest; verified like any other token
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Proposes what followed the latest earlier occurrence of the text's last tokens.
 
     num_draft_tokens: longest chain; max_ngram: how many last tokens must match, fewer where that many

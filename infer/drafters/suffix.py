@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.candidates import Candidates
+from infer.drafters import Drafter
 from infer.drafters.prompt_lookup import FILLER
 from infer.tree import ancestors_from_parents
 
@@ -22,7 +23,7 @@ ROOT = 0  # the automaton's state of the empty string
 Node = tuple[int, int]  # token, index of the parent (0 is the candidates' root)
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Proposes the continuations that the text's longest repeated tail had before, as a tree.
 
     num_nodes: most nodes besides the root, taken in falling order of how often they followed (ties: the

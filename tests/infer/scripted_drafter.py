@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from infer.candidates import Candidates
+from infer.drafters import Drafter
 from infer.tree import ancestors_from_parents
 from tests.tiny_models import VOCAB_SIZE
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Below every node of the true path lie `width` children; one of them is true with probability `right`.
 
     answers: the whole true texts, prompt included, one per row. right = 1 is an oracle, 0 is never

@@ -53,14 +53,17 @@ def test_heads_that_are_never_right_are_not_used() -> None:
 def test_heads_that_are_often_right_are_used() -> None:
     choice = choose_tree(MODEL, checkpoint({4: 1000.0, 64: 1000.0}), batch_size=2, context=32)
     assert choice.tree.num_nodes >= 1
-    assert choice.tree.num_nodes == max(choice.curve, key=lambda row: row["expected_tokens_per_second"])["num_nodes"]
+    at_two = [row for row in choice.curve if row["batch_size"] == 2]
+    assert choice.tree.num_nodes == max(at_two, key=lambda row: row["expected_tokens_per_second"])["num_nodes"]
     assert all(row["acceptance_measured"] for row in choice.curve)
 
 
-def test_curve_follows_from_its_parts() -> None:
-    for row in choose_tree(MODEL, checkpoint(), batch_size=2, context=32).curve:
+def test_curves_follow_from_their_parts_for_the_batch_and_for_its_last_row() -> None:
+    curve = choose_tree(MODEL, checkpoint(), batch_size=2, context=32).curve
+    assert [row["batch_size"] for row in curve if not row["num_nodes"]] == [1, 2]
+    for row in curve:
         seconds = row["draft_s"] + row["forward_s"]
-        assert row["expected_tokens_per_second"] == pytest.approx(2 * row["expected_acceptance_length"] / seconds)
+        assert row["expected_tokens_per_second"] == pytest.approx(row["batch_size"] * row["expected_acceptance_length"] / seconds)
         assert not row["acceptance_measured"]
         assert row["expected_acceptance_length"] == expected_length(auto_tree.DEFAULT_ACCEPTANCE, row["num_nodes"])
 

@@ -7,11 +7,15 @@ import sys
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from infer import commands
+from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.prompts import encode_chat
-from medusa_heads.checkpoint import save_heads
+from infer.tree import chain
+from medusa_heads.base_model import load_base
+from medusa_heads.checkpoint import load_heads, save_heads
 from medusa_heads.cli import main
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
@@ -56,6 +60,28 @@ def test_generate_reads_standard_input(
     captured = capsys.readouterr()
     assert captured.out == plain_answer([("user", "the cat")]) + "\n"
     assert "12 tokens" in captured.err and "tokens per forward" in captured.err and "ended by length" in captured.err
+
+
+@pytest.mark.parametrize("verifier", ["block", "typical"])
+def test_the_verifier_of_sampled_drafts(
+    folders: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verifier: str
+) -> None:
+    options = ["--tree", "chain", "--temperature", "0.8", "--seed", "3", "--verifier", verifier]
+    base, saved = folders
+    assert main(["generate", "--base", base, "--heads", saved, "--max-new-tokens", "12", "--prompt", "hello", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("--verifier typical is lossy") == (verifier == "typical")
+    model, _ = load_base(base)
+    generator = Generator(model, HeadsDrafter(model, load_heads(saved, model).heads, chain(2)), tokenizer=TOKENIZER)
+    config = GenerationConfig(do_sample=True, temperature=0.8, top_k=0, top_p=1.0, min_p=0.0)
+    ids = encode_chat(TOKENIZER, [{"role": "user", "content": "hello"}])
+    (answer,) = generator.generate([ids], max_new_tokens=12, generation_config=config, seed=3, verifier=verifier)  # type: ignore[arg-type]
+    assert captured.out == answer.text + "\n" and answer.lossless == (verifier == "block")
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert main(["chat", "--base", base, "--heads", saved, "--max-new-tokens", "12", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == answer.text + "\n" and captured.err.count("--verifier typical is lossy") == (verifier == "typical")
 
 
 def test_stop_string_is_cut_off(folders: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +160,8 @@ def test_chat_survives_a_message_beyond_the_context(
         (["--prompt", "a", "--device", "xla"], "--device xla: torch cannot compute"),
         (["--prompt", "cut \udcff"], "the user's message holds half a surrogate pair"),
         (["--prompt", "a", "--stop", "x", "--stop", "y"], "--stop is given 2 times"),
+        (["--prompt", "a", "--verifier", "typical"], "--verifier typical is for sampling"),
+        (["--prompt", "a", "--verifier", "traversal", "--temperature", "1"], "--verifier traversal needs drafts that are drawn"),
     ],
 )
 def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:

@@ -15,6 +15,7 @@ from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.kv_cache import KVCache
+from infer.stage_timer import StageTimer
 from infer.tree import Tree, build_tree, chain
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
@@ -129,7 +130,7 @@ def test_drafters_get_the_hidden_state_of_the_token_before_the_root() -> None:
     assert tokens(model, drafter, texts) == answers and drafter.num_checked > 10
 
 
-def wrong_positions(model: PreTrainedModel, candidates: Candidates, cache: KVCache) -> tuple[Tensor, Tensor]:
+def wrong_positions(model: PreTrainedModel, candidates: Candidates, cache: KVCache, *, timer: StageTimer) -> tuple[Tensor, Tensor]:
     from dataclasses import replace
 
     from infer.tree_forward import tree_forward
@@ -137,7 +138,7 @@ def wrong_positions(model: PreTrainedModel, candidates: Candidates, cache: KVCac
     return tree_forward(model, replace(candidates, depths_BN=candidates.depths_BN + 1), cache)
 
 
-def no_ancestors(model: PreTrainedModel, candidates: Candidates, cache: KVCache) -> tuple[Tensor, Tensor]:
+def no_ancestors(model: PreTrainedModel, candidates: Candidates, cache: KVCache, *, timer: StageTimer) -> tuple[Tensor, Tensor]:
     from dataclasses import replace
 
     from infer.tree_forward import tree_forward

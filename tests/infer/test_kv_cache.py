@@ -28,9 +28,9 @@ def flat(keys_BHSC: Tensor, values_BHSC: Tensor, row: int, position: int) -> Ten
 
 def write(cache: KVCache, stored: Stored, num_new: int) -> Stored:
     """Writes random tokens as a forward would; checks what attention sees; returns the new vectors."""
-    batch = len(cache.lengths)
+    batch = len(cache.rows)
     key_length = cache.begin(num_new)
-    assert key_length == max(cache.lengths) + num_new == cache.views[0].get_mask_sizes(num_new)[0]
+    assert key_length == max(cache.held_lengths) + num_new == cache.views[0].get_mask_sizes(num_new)[0]
     new: Stored = []
     for index, shape in enumerate(SHAPES):
         keys = torch.randn(batch, shape.num_heads, num_new, shape.key_dim)
@@ -77,6 +77,36 @@ def test_keeping_other_nodes_is_noticed() -> None:
     cache.keep(torch.tensor([[0, 1]]), [2])
     with pytest.raises(AssertionError, match="layer 0, row 0"):
         write(cache, [[[layer[0][0], layer[0][2]]] for layer in new], 1)
+
+
+def held(stored: Stored, cache: KVCache) -> Stored:
+    """What is stored of the rows that the cache holds, in its order."""
+    return [[layer[row] for row in cache.rows] for layer in stored]
+
+
+@pytest.mark.parametrize("order", [[1, 3, 0], [0, 1, 2], [3, 2, 1], [2, 0, 3]])
+def test_rows_let_go_of_leave_the_others_as_they_were(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows of different lengths; one after the other ends, the buffers grow in between."""
+    monkeypatch.setattr(infer.kv_cache, "BUCKET", 8)
+    cache, stored, running = new_cache(4), empty(4), [True] * 4
+    for step in range(4):
+        for _ in range(2):
+            new = write(cache, held(stored, cache), 5)
+            counts = [(row + step) % 5 + 1 if running[row] else 0 for row in range(4)]
+            paths = [([0, *range(5 - count + 1, 5)] * 5)[:5] if count else [0] * 5 for count in counts]
+            cache.keep(torch.tensor(paths), counts)
+            for layer, new_layer in zip(stored, new, strict=True):
+                for place, row in enumerate(cache.rows):
+                    layer[row] += [new_layer[place][n] for n in paths[row][: counts[row]]]
+            assert cache.lengths == [len(row) for row in stored[0]]
+        if step < 3:
+            running[order[step]] = False
+            cache.let_go(running)
+            assert sorted(cache.rows) == [row for row in range(4) if running[row]]
+    assert cache.held_lengths == [cache.lengths[row] for row in cache.rows] and cache.views[0].keys is not None
+    assert len(cache.views[0].keys) == 1 and cache.get_seq_length() == cache.held_lengths[0]
+    with pytest.raises(AssertionError, match="let go of"):
+        cache.keep(torch.zeros(4, 1, dtype=torch.long), [1] * 4)
 
 
 def test_truncate_forgets_the_end() -> None:

@@ -20,6 +20,7 @@ from tests.tiny_models import tiny_tokenizer
 def row(name: str, speed: float | None, by_depth: list[float]) -> dict[str, Any]:
     return {
         "drafter": name,
+        "lossless": name != "typical:heads",
         "tokens_per_second": speed,
         "speedup_vs_base": speed and speed / 20,
         "num_drafted_tokens": None if speed is None else 10 * len(by_depth),
@@ -32,7 +33,13 @@ DOCUMENT: dict[str, Any] = {
     "hardware": {"gpu": None, "cpu": "a processor"},
     "prompts": {"num": 2},
     "settings": {"base": "embedded", "dtype": "float32", "batch_size": 1},
-    "rows": [row("base", 20.0, []), row("base_compiled", None, []), row("prompt_lookup", 25.0, [0.25]), row("heads", 40.0, [0.5, 0.25])],
+    "rows": [
+        row("base", 20.0, []),
+        row("base_compiled", None, []),
+        row("prompt_lookup", 25.0, [0.25]),
+        row("heads", 40.0, [0.5, 0.25]),
+        row("typical:heads", 50.0, [0.75]),
+    ],
 }
 
 
@@ -45,9 +52,9 @@ def axes() -> Any:
 def test_one_bar_per_row_that_ran() -> None:
     drawn = axes()
     draw_speeds(drawn, DOCUMENT)
-    assert [bar.get_width() for bar in drawn.patches] == [20.0, 25.0, 40.0]
-    assert [label.get_text() for label in drawn.get_yticklabels()] == ["base", "prompt_lookup", "heads"]
-    assert [text.get_text() for text in drawn.texts] == ["20.0  (×1.00)", "25.0  (×1.25)", "40.0  (×2.00)"]
+    assert [bar.get_width() for bar in drawn.patches] == [20.0, 25.0, 40.0, 50.0]
+    assert [label.get_text() for label in drawn.get_yticklabels()] == ["base", "prompt_lookup", "heads", "typical:heads (lossy)"]
+    assert [text.get_text() for text in drawn.texts] == ["20.0  (×1.00)", "25.0  (×1.25)", "40.0  (×2.00)", "50.0  (×2.50)"]
 
 
 def test_one_line_per_drafter() -> None:
@@ -56,6 +63,7 @@ def test_one_line_per_drafter() -> None:
     assert {line.get_label(): list(line.get_ydata()) for line in drawn.lines} == {
         "prompt_lookup (length 1.25)": [0.25, 0.0],
         "heads (length 1.75)": [0.5, 0.25],
+        "typical:heads (lossy) (length 1.75)": [0.75, 0.0],
     }
 
 

@@ -150,6 +150,26 @@ def test_top_p_reaches_past_the_tokens_looked_at_first() -> None:
     assert int(top_p_cut(flat, 0.75).isfinite().sum()) == 3 * NUM_TOP
 
 
+@pytest.mark.parametrize("spread", [4.0, 2.5])
+def test_no_step_sorts_the_vocabulary(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    topk = torch.Tensor.topk
+
+    def counted(self: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(k)
+        return topk(self, k, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "topk", counted)
+    for name in ("sort", "argsort"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+        monkeypatch.setattr(torch, name, None)
+    vocab_size = 20_000
+    config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=0.9, min_p=0.001)
+    processors, _ = base_model.logits_processors(tiny_model("llama"), config, prompt_length=1, max_new_tokens=1, eos_ids=())
+    scores = RowLaw(processors, seed=0).scores(spread * torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)), [1])
+    assert 0 < int(scores.isfinite().sum()) <= max(sizes) < vocab_size / 2
+
+
 # ---------------------------------------------------------------- seeds, limits, errors
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,7 +55,7 @@ def test_unmeasured_accuracies_are_refused() -> None:
 
 def checkpoint(num_heads: int = 3) -> Any:
     config = SimpleNamespace(num_heads=num_heads, vocab_size=50)
-    return SimpleNamespace(config=config, rank_accuracy=[[0.5, 0.2]] * num_heads)
+    return SimpleNamespace(config=config, rank_accuracy=[[0.5, 0.2]] * num_heads, draft_vocabulary=torch.arange(20))
 
 
 def test_tree_arguments() -> None:
@@ -76,5 +77,14 @@ def test_a_file_deeper_than_the_heads_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
     path.write_text("[[0], [0, 0], [0, 0, 0]]")
     assert isinstance(parse_tree(str(path), checkpoint(3)), Tree)
-    with pytest.raises(ValueError, match="deep"):
+    with pytest.raises(ValueError, match=r"--tree .*deep.json: the tree is 3 deep but the heads predict 2 positions"):
         parse_tree(str(path), checkpoint(2))
+
+
+def test_a_rank_beyond_the_proposed_tokens_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wide.json"
+    path.write_text("[[0], [19]]")
+    assert isinstance(parse_tree(str(path), checkpoint()), Tree)
+    path.write_text("[[0], [20]]")
+    with pytest.raises(ValueError, match=r"--tree .*wide.json: the tree names rank 20, but 20 tokens are proposed: use ranks below 20"):
+        parse_tree(str(path), checkpoint())

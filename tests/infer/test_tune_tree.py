@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer import answer_acceptance, auto_tree, output_file
+from infer import answer_acceptance, auto_tree, output_file, tune_tree
 from infer.answer_acceptance import measure_acceptance, text_hidden_states
 from infer.drafters.heads import HeadsDrafter
 from infer.expected_acceptance import held_out_static_length, rank_accuracy, static_length
@@ -240,9 +240,48 @@ def test_a_failed_write_leaves_the_old_tree(workspace: Path, fixed_times: Any, m
         return real(path, text, **options)
 
     monkeypatch.setattr(Path, "write_text", full)
-    assert tune(workspace) == 2
+    assert tune(workspace, "--limit", "7") == 2
     assert (workspace / "heads/trees/tuned.json").read_bytes() == before
-    assert len(list((workspace / "heads/trees").iterdir())) == 2
+    assert sorted(path.name for path in (workspace / "heads/trees").glob("*.json")) == ["measured.json", "tuned.json"]
+
+
+class Killed(BaseException):
+    """What no `except Exception` holds up."""
+
+
+def test_a_killed_run_goes_on_where_it_was(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed at the third batch of answers, at the acceptance, and at the second context: no finished piece is repeated."""
+    done: list[str] = []
+    kills = [["answer"] * 2, ["answer"] * 8, ["answer"] * 8 + ["acceptance", "times"]]
+    real_answer, real_acceptance = Generator.generate, tune_tree.measure_acceptance
+
+    def work(name: str, result: Callable[[], Any]) -> Any:
+        if kills and done == kills[0]:
+            kills.pop(0)
+            raise Killed
+        done.append(name)
+        return result()
+
+    def timed(model: Any, checkpoint: Any, trees: Any, lengths: Any, *, context: int, **_: Any) -> Any:
+        times = {key: auto_tree.StepTime(tree.num_nodes, 0.0, float(context + tree.num_nodes)) for key, tree in trees.items()}
+        return work("times", lambda: times)
+
+    monkeypatch.setattr(Generator, "generate", lambda *a, **o: work("answer", lambda: real_answer(*a, **o)))
+    monkeypatch.setattr(tune_tree, "measure_acceptance", lambda *a: work("acceptance", lambda: real_acceptance(*a)))
+    monkeypatch.setattr(tune_tree, "measure_trees", timed)
+    for _ in range(3):
+        with pytest.raises(Killed):
+            tune(workspace)
+        assert not (workspace / "heads/trees/tuned.json").exists()
+    everything = ["answer"] * 8 + ["acceptance", "times", "times"]
+    assert tune(workspace) == 0 and done == everything
+    first = stored(workspace / "heads")
+    assert {row["context"] for row in first[1]["curve"]} == {128, 447}
+    assert sorted(path.name for path in (workspace / "heads/trees").iterdir()) == ["measured.json", "tuned.json"]
+    capsys.readouterr()
+    assert tune(workspace) == 0 and done == everything
+    assert "already measured: remove" in capsys.readouterr().out and stored(workspace / "heads") == first
+    assert tune(workspace, "--max-new-tokens", "19") == 0 and done == 2 * everything  # other settings, other answers
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""A drafter, and what steps cost on this machine -> at every step the number of nodes that pays on the text at hand.
+
+    tokens per second(n) = rows * (1 + min(n, q * (tau_n - 1))) / T(rows, n)
+
+tau_n: expected acceptance length of n nodes on average text; T: seconds of one step over `rows` running rows,
+measured beforehand; q: how many of the tokens expected so were accepted lately, exponentially weighted. The n
+with the most tokens per second is drafted; 0 is plain decoding, for which the drafter is not even asked.
+
+Plain decoding says nothing about drafts, so after a pause a few steps draft again. Every pause in vain doubles
+the next one; a trial that pays ends them. Nothing here reads a clock or draws a number: the same texts in the
+same order, with the same T, give the same steps. Only what is drafted changes, never what is accepted.
+"""
+
+# B batch, D hidden
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import Tensor
+
+from infer.candidates import Candidates
+from infer.drafters import Drafter, DraftSampling
+from infer.verifiers import SampledShape
+
+MEMORY = 48  # drafts after which an observation has lost 63 % of its weight
+PRIOR = 4.0  # accepted tokens that the expectation counts for at the beginning
+FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps of plain decoding between trials
+TRIAL = 4  # drafts of a trial
+BEST_CASE = 2.0  # q of text that suits the drafts: a size that would not pay even there is not tried
+TRIAL_PRIOR = 2.0  # expected tokens that all before a trial count for: few, since the text may have changed
+
+
+class AdaptiveDrafter(Drafter):
+    """Lets `drafter` draft as many nodes per row as give the most tokens per second, or none.
+
+    resize: sets the drafter's size to a number of nodes. lengths: tau_n by number of nodes, 0 left out or 1.
+    seconds: T by rows, then by nodes, 0 included; between two numbers of rows T is interpolated, for the sizes
+    that both have. What was learnt is kept from batch to batch.
+    """
+
+    def __init__(
+        self, drafter: Drafter, resize: Callable[[int], None], *, lengths: Mapping[int, float], seconds: Mapping[int, Mapping[int, float]]
+    ) -> None:
+        assert seconds and all(0 in by_nodes for by_nodes in seconds.values())
+        self.name, self.drafter, self.resize = drafter.name, drafter, resize
+        self.gains = {size: length - 1 for size, length in lengths.items()} | {0: 0.0}
+        self.seconds = {rows: dict(seconds[rows]) for rows in sorted(seconds)}
+        self.accepted = self.expected = PRIOR
+        self.pause, self.next_pause, self.trial = 0, FIRST_PAUSE, 0
+        self.num_rows, self.drafted = 1, 0  # running rows; nodes a row of the last proposal
+
+    @property
+    def max_nodes(self) -> int:
+        return max(size for by_nodes in self.seconds.values() for size in by_nodes)
+
+    @property
+    def sampled_shape(self) -> SampledShape | None:
+        return self.drafter.sampled_shape
+
+    def start(self, prompts: list[list[int]]) -> None:
+        self.num_rows = len(prompts)
+        self.resize(self.max_nodes)
+        self.drafter.start(prompts)
+
+    def sample(self, sampling: DraftSampling) -> None:
+        self.drafter.sample(sampling)
+
+    def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
+        size = self._next_size()
+        if size:
+            self.resize(size)
+            candidates = self.drafter.propose(root_B, hidden_BD, texts)
+        else:
+            candidates = Candidates.root_only(root_B)
+        self.drafted = candidates.num_nodes
+        return candidates
+
+    def observe(self, lengths: list[int], running: list[bool]) -> None:
+        self.num_rows = sum(running)
+        if not self.drafted:
+            return
+        self.drafter.observe(lengths, running)
+        self.trial = max(0, self.trial - 1)
+        kept = (1 - 1 / MEMORY) ** self.num_rows
+        self.accepted = kept * self.accepted + sum(length for length, runs in zip(lengths, running, strict=True) if runs)
+        gain = self.gains[max(size for size in self.gains if size <= self.drafted)]  # a drafter may have less to propose
+        self.expected = kept * self.expected + self.num_rows * gain
+
+    def _next_size(self) -> int:
+        if self.pause:
+            self.pause -= 1
+            return 0
+        by_nodes = self.step_seconds(self.num_rows)
+        if self.trial:
+            worth_trying = [n for n in by_nodes if n and self._speed(n, by_nodes[n], BEST_CASE) > 1 / by_nodes[0]]
+            return self._best(by_nodes, worth_trying) if worth_trying else 0
+        if size := self._best(by_nodes, by_nodes):
+            self.next_pause = FIRST_PAUSE
+            return size
+        weight = min(1.0, TRIAL_PRIOR / self.expected)
+        self.accepted, self.expected = weight * self.accepted, weight * self.expected
+        self.pause, self.trial = self.next_pause - 1, TRIAL
+        self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
+        return 0
+
+    def _best(self, by_nodes: Mapping[int, float], sizes: Iterable[int]) -> int:
+        """The size with the most expected tokens per second; the smaller one on a tie."""
+        q = self.accepted / self.expected
+        return max(sizes, key=lambda size: (self._speed(size, by_nodes[size], q), -size))
+
+    def _speed(self, size: int, seconds: float, q: float) -> float:
+        """Tokens per second and row."""
+        return (1 + min(size, q * self.gains[size])) / seconds
+
+    def step_seconds(self, num_rows: int) -> dict[int, float]:
+        """T by nodes for this many running rows; beyond the measured numbers of rows, the nearest one's."""
+        below = max((rows for rows in self.seconds if rows <= num_rows), default=min(self.seconds))
+        above = min((rows for rows in self.seconds if rows >= num_rows), default=below)
+        if above <= below:
+            return self.seconds[below]
+        share = (num_rows - below) / (above - below)
+        low, high = self.seconds[below], self.seconds[above]
+        return {size: low[size] + share * (high[size] - low[size]) for size in low if size in high}

@@ -1,0 +1,90 @@
+"""The name of a verifier -> the one that runs, or why it cannot; and its verdict on one row's tree."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from infer.draws import Draws
+from infer.verify_sampled import (
+    DraftTree,
+    Laws,
+    block_verification,
+    recursive_rejection,
+    sample_and_match,
+    token_rejection,
+    traversal,
+    typical_acceptance,
+)
+
+VerifierChoice = Literal["auto", "sample-and-match", "token-rejection", "block", "recursive-rejection", "traversal", "typical"]
+SampledShape = Literal["chain", "tree"]
+
+# What `auto` runs when tokens are drawn, by the drafter's name and what it can draw; sample-and-match for everything else.
+AUTO: dict[tuple[str, SampledShape], VerifierChoice] = {("draft_model", "chain"): "block"}
+SHAPE_NEEDED: dict[VerifierChoice, SampledShape] = {
+    "token-rejection": "chain",
+    "block": "chain",
+    "recursive-rejection": "tree",
+    "traversal": "tree",
+}
+LOSSY: tuple[VerifierChoice, ...] = ("typical",)
+
+
+def needs_drawn_drafts(verifier: VerifierChoice) -> bool:
+    return verifier in SHAPE_NEEDED
+
+
+def is_lossless(verifier: VerifierChoice) -> bool:
+    """Whether the text has the base model's own law."""
+    return verifier not in LOSSY
+
+
+def resolve_verifier(verifier: VerifierChoice, *, drafter: str, sampled_shape: SampledShape | None, greedy: bool) -> VerifierChoice:
+    """The verifier to run. drafter: its name; sampled_shape: what it can draw.
+
+    Raises ValueError when the verifier is unknown, or impossible with greedy decoding or with this drafter.
+    """
+    check_verifier(verifier, greedy=greedy)
+    if verifier == "auto":
+        return AUTO.get((drafter, sampled_shape), "sample-and-match") if sampled_shape and not greedy else "sample-and-match"
+    needed = SHAPE_NEEDED.get(verifier)
+    if needed and sampled_shape is None:
+        raise ValueError(
+            f"--verifier {verifier} needs drafts that are drawn at random, and the `{drafter}` drafter chooses its own here: "
+            "with heads give --tree chain, static:N or FILE.json, or else --verifier sample-and-match"
+        )
+    if needed == "chain" and sampled_shape == "tree":
+        raise ValueError(
+            f"--verifier {verifier} is for chains, and the `{drafter}` drafter draws trees here: give --tree chain, or --verifier traversal"
+        )
+    return verifier
+
+
+def check_verifier(verifier: VerifierChoice, *, greedy: bool) -> None:
+    """What can be said before a drafter is known. Raises ValueError as `resolve_verifier` does."""
+    if verifier not in get_args(VerifierChoice):
+        raise ValueError(f"--verifier {verifier}: write one of {', '.join(get_args(VerifierChoice))}")
+    if greedy and verifier not in ("auto", "sample-and-match"):
+        raise ValueError(
+            f"--verifier {verifier} is for sampling, and greedy decoding draws nothing: set --temperature above 0 "
+            "(do_sample in Python), or leave --verifier out"
+        )
+
+
+def verdict(verifier: VerifierChoice, tree: DraftTree, p: Laws, q: Laws, draws: Draws, *, replace: bool) -> tuple[list[int], int]:
+    """The accepted path and the token after it. q: read only by verifiers that need drawn drafts, as is replace."""
+    match verifier:
+        case "sample-and-match":
+            return sample_and_match(tree, p, draws)
+        case "token-rejection":
+            return token_rejection(tree, p, q, draws)
+        case "block":
+            return block_verification(tree, p, q, draws)
+        case "recursive-rejection":
+            return recursive_rejection(tree, p, q, draws, replace=replace)
+        case "traversal":
+            return traversal(tree, p, q, draws, replace=replace)
+        case "typical":
+            return typical_acceptance(tree, p, draws)
+        case "auto":
+            raise AssertionError("resolve_verifier comes first")
