@@ -48,6 +48,7 @@ def run(config: TrainConfig) -> Path:
     from accelerate.utils import InitProcessGroupKwargs, set_seed
 
     from train.headed_model import HeadedModel
+    from train.objectives import Objective
     from train.packing import PackedDataset
     from train.trainer import Trainer
 
@@ -81,7 +82,14 @@ def run(config: TrainConfig) -> Path:
         accelerator.init_trackers(config.project, config=tracker_config(config))
     if config.draft_vocab_size:
         vocabulary = frequent_tokens(packed.documents, config.draft_vocab_size)
-    trainer = Trainer(config, HeadedModel(model, heads, draft_vocabulary=vocabulary), packed, accelerator)
+    headed = HeadedModel(
+        model,
+        heads,
+        draft_vocabulary=vocabulary,
+        objective=Objective(config.objective, config.lk_eta),
+        d_pace=config.slot_weights == "d_pace",
+    )
+    trainer = Trainer(config, headed, packed, accelerator)
     trainer.train()
     if accelerator.is_main_process:
         write_heads(config, trainer, validation_rows, counts, output, vocabulary)
@@ -148,13 +156,20 @@ def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
     """
     from datasets import concatenate_datasets
 
-    from train.tokenization import tokenize_dataset
+    from train.tokenized_data import tokenize_dataset
 
     cache = cache_dir() / "tokenized"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "prepare.lock"):
         tokenizer = base_model.load_tokenizer(config.base, revision=config.revision)
-        rows, counts = tokenize_dataset(config.data, tokenizer, max_length=config.max_length, limit=config.limit, cache_dir=cache)
+        rows, counts = tokenize_dataset(
+            config.data,
+            tokenizer,
+            max_length=config.max_length,
+            limit=config.limit,
+            data_format=config.data_format,
+            cache_dir=cache,
+        )
         validation = []
         if config.validation:
             validation.append(tokenize_dataset(config.validation, tokenizer, max_length=config.max_length, cache_dir=cache)[0])

@@ -1,4 +1,4 @@
-"""Rows as they finish -> one JSONL file that is whole or absent, and survives being killed at any moment.
+"""Rows as they finish -> one JSONL file that is whole or absent, with a manifest, and survives being killed at any moment.
 
 Rows go to `<output>.partial` behind a first line that holds the settings; a later run with the same
 settings continues there. At the end they are written in the order of the prompts and renamed.
@@ -7,21 +7,23 @@ settings continues there. At the end they are written in the order of the prompt
 from __future__ import annotations
 
 import gzip
-import io
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from infer.output_file import check_writable, remove_leftovers, replacing_file, write_text
 from medusa_heads.lock import lock_output
 
-ROWS_PER_FLUSH = 32
+ROWS_PER_SYNC = 32
 
 
 class AnswersFile:
-    """The output of one run. `done` holds the ids already answered; use as a context manager."""
+    """The output of one run. `done` maps the ids already answered to their place; use as a context manager."""
 
     def __init__(self, output: Path, settings: dict[str, Any]) -> None:
         """Raises ValueError when the place cannot be written, or holds work made with other settings."""
@@ -29,13 +31,13 @@ class AnswersFile:
         self.output, self.settings = output, settings
         self.meta_path = output.with_name(output.name + ".meta.json")
         self.partial_path = output.with_name(output.name + ".partial")
-        self.done: set[str] = set()
+        self.set_aside_path = output.with_name(output.name + ".set-aside.jsonl")
+        self.done: dict[str, int] = {}
         self.is_finished, self.resumed = output.exists(), False
         self._file: BinaryIO | None = None
-        self._unflushed = 0
-        output.parent.mkdir(parents=True, exist_ok=True)
+        self._end = self._unsynced = 0
         self._lock = lock_output(output, "--output")
-        for path in (self.output, self.meta_path):
+        for path in (self.output, self.meta_path, self.set_aside_path):
             remove_leftovers(path)
         if self.is_finished:
             if not self.meta_path.exists():
@@ -49,11 +51,9 @@ class AnswersFile:
 
     def __enter__(self) -> AnswersFile:
         if not self.is_finished:
-            begun = self.partial_path.exists()
             self._file = self.partial_path.open("ab")
-            if not begun:
-                self._file.write(_line({"settings": self.settings}))
-                self._file.flush()
+            if not self._end:
+                self._write({"settings": self.settings})
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -62,52 +62,81 @@ class AnswersFile:
         self._lock.release()
 
     def append(self, row: dict[str, Any]) -> None:
-        """Keeps a row; every 32 rows reach the disk together."""
-        assert self._file is not None
-        self._file.write(_line(row))
-        self.done.add(row["id"])
-        self._unflushed += 1
-        if self._unflushed >= ROWS_PER_FLUSH:
+        """Keeps a row: at once against a kill of the process, every 32 rows together against a loss of power."""
+        place = self._end
+        self._write(row)
+        self.done[row["id"]] = place
+        self._unsynced += 1
+        if self._unsynced >= ROWS_PER_SYNC:
             self.flush()
 
     def flush(self) -> None:
         assert self._file is not None
-        self._file.flush()
         os.fsync(self._file.fileno())
-        self._unflushed = 0
+        self._unsynced = 0
 
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows kept so far."""
-        if self._file is not None:
-            self.flush()
-        return [json.loads(line) for line in self.partial_path.read_bytes().splitlines()[1:]]
+    def rows(self, ids: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """The rows kept of these conversations, in this order, one at a time."""
+        return map(json.loads, self._lines(ids))
 
-    def finish(self, rows: Sequence[dict[str, Any]], meta: dict[str, Any]) -> None:
-        """Writes the final file, its meta data first: what carries the final name is always complete."""
-        write_text(self.meta_path, json.dumps({"settings": self.settings} | meta, indent=2, ensure_ascii=False) + "\n")
-        data = b"".join(map(_line, rows))
-        with replacing_file(self.output) as work:
-            work.write_bytes(_gzipped(data) if self.output.suffix == ".gz" else data)
+    def finish(self, ids: Iterable[str], meta: dict[str, Any], *, set_aside: Iterable[dict[str, Any]] = ()) -> None:
+        """Writes the final file, its manifest first: what carries the final name is always complete.
+
+        set_aside: the prompts without a usable answer, for a file of their own that can be answered later.
+        """
+        with self._explained(), replacing_file(self.output) as work:
+            digest = _write_lines(work, self._lines(ids), is_packed=self.output.suffix == ".gz")
+            left = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in set_aside)
+            if left:
+                write_text(self.set_aside_path, left)
+            else:
+                self.set_aside_path.unlink(missing_ok=True)
+            manifest = {"file": self.output.name, "sha256": digest, "settings": self.settings} | meta
+            write_text(self.meta_path, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         self.partial_path.unlink()
         self.is_finished = True
 
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._file is not None
+        line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        with self._explained():
+            self._file.write(line)
+            self._file.flush()
+        self._end += len(line)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns a full disk into an error for the user; what was kept before stays valid."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(f"--output {self.output} cannot be written ({reason}): make room; the same command continues") from None
+
+    def _lines(self, ids: Iterable[str]) -> Iterator[bytes]:
+        with self.partial_path.open("rb") as file:
+            for row_id in ids:
+                if (place := self.done.get(row_id)) is not None:
+                    file.seek(place)
+                    yield file.readline()
+
     def _resume(self) -> None:
         """Reads the partial file; a last line that was cut off by a kill is dropped."""
-        data = self.partial_path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
-            self.partial_path.unlink()
-            return
-        rows = []
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                raise ValueError(f"{self.partial_path}:{number} is damaged: remove the file to start over") from None
-        self._check(rows[0].get("settings", {}), self.partial_path)
-        self.done, self.resumed = {row["id"] for row in rows[1:]}, True
-        if len(whole) < len(data):
-            os.truncate(self.partial_path, len(whole))
+        with self.partial_path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    raise ValueError(f"{self.partial_path}:{number} is damaged: remove the file to start over") from None
+                if number == 1:
+                    self._check(row.get("settings", {}), self.partial_path)
+                else:
+                    self.done[row["id"]] = self._end
+                self._end += len(line)
+        self.resumed = self._end > 0
+        os.truncate(self.partial_path, self._end)
 
     def _check(self, found: dict[str, Any], path: Path) -> None:
         names = sorted(name for name in found.keys() | self.settings.keys() if found.get(name) != self.settings.get(name))
@@ -116,12 +145,33 @@ class AnswersFile:
             raise ValueError(f"{path} was made with other settings ({changes}): restore them, remove the file, or choose another --output")
 
 
-def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+def count_rows(rows: Iterable[dict[str, Any]], *, num_turns: dict[str, int]) -> dict[str, Any]:
+    """What a file of answers holds. num_turns: user turns of each conversation."""
+    counts: Counter[str] = Counter({"conversations": 0, "answers": 0, "tokens": 0, "answer_tokens": 0, "cut_short_by_context": 0})
+    finish_reasons: Counter[str] = Counter()
+    tokens_from: Counter[str] = Counter()
+    for row in rows:
+        counts["conversations"] += 1
+        counts["answers"] += len(row["assistant_spans"])
+        counts["tokens"] += len(row["input_ids"])
+        counts["answer_tokens"] += sum(end - start for start, end in row["assistant_spans"])
+        counts["cut_short_by_context"] += len(row["assistant_spans"]) < num_turns[row["id"]]
+        for name in ("other_template", "rewritten_turns"):
+            counts[name] += row.get(name, 0)
+        finish_reasons.update(row["finish_reasons"])
+        tokens_from[row.get("tokens_from", "model")] += 1
+    return {**counts, "finish_reasons": dict(finish_reasons), "tokens_from": dict(tokens_from)}
 
 
-def _gzipped(data: bytes) -> bytes:
-    buffer = io.BytesIO()
-    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0, filename="") as file:
-        file.write(data)
-    return buffer.getvalue()
+def _write_lines(path: Path, lines: Iterable[bytes], *, is_packed: bool) -> str:
+    """Writes the lines, gzipped where asked, the same bytes at any time and under any name; returns their file's SHA-256."""
+    with path.open("wb") as file:
+        if is_packed:
+            with gzip.GzipFile(fileobj=file, mode="wb", mtime=0, filename="") as packed:
+                packed.writelines(lines)
+        else:
+            file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    with path.open("rb") as written:
+        return hashlib.file_digest(written, "sha256").hexdigest()

@@ -12,6 +12,7 @@ from train.tokenization import check_template
 
 Message = dict[str, str]
 MARKER = "\ue000"  # a private-use character: stands for text that the template only copies
+USER: Message = {"role": "user", "content": "a"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,12 @@ class ChatTurns:
         end = self._encode(after)[:1]
         is_special = bool(end) and end[0] in self.tokenizer.added_tokens_decoder
         return self._encode(before), end[0] if is_special else None
+
+    def text_answer(self, text: str, *, is_ended: bool) -> list[int]:
+        """The token ids of an answer known as text alone; one that ended by itself gets the token that ends a turn, if there is one."""
+        after = self.tokenizer.apply_chat_template([USER, {"role": "assistant", "content": MARKER}], tokenize=False).partition(MARKER)[2]
+        end = self._encode(after)[:1] if is_ended else []
+        return self._encode(text) + [token for token in end if token in self.tokenizer.added_tokens_decoder]
 
     def _after_last_answer(self, text: str, num_answers: int) -> str:
         parts = text.split(MARKER)

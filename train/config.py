@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from medusa_heads.arguments import refuse_repeated_lists
 from medusa_heads.config import HeadsConfig
-from medusa_heads.suggest import unknown_keys_error
+from medusa_heads.suggest import suggest
+from train.command_line import parse_command
+from train.row_shapes import DataFormat
+
+OBJECTIVES = ("ce", "kl", "tv", "lk", "ce_l1")  # train/objectives.py
+SLOT_WEIGHTS = ("decay", "uniform", "d_pace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,10 @@ class TrainConfig:
     output_dir: str
     """Folder of the finished heads; checkpoints lie in its subfolder `checkpoints`."""
     data: list[str]
-    """JSONL or JSONL.gz files of conversations, best answered by the base itself (medusa-heads regenerate)."""
+    """Conversations, best answered by the base itself (medusa-heads regenerate): JSONL, JSON (each also gzipped) or Parquet files,
+    or data sets of the hub as hf:owner/name[/config][:split]."""
+    data_format: DataFormat = "auto"
+    """Shape of the rows of `data`: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
     validation: list[str] = field(default_factory=list)
     """Files of held-out conversations: acceptance is measured on them at the end, for trees and the card."""
     held_out: int = 0
@@ -49,8 +53,17 @@ class TrainConfig:
     """Train on, and propose, only this many tokens, the most frequent in the supervised text: cheaper training and drafts, the
     same law of the output. None: all."""
 
+    objective: str = "ce"
+    """What a slot is trained for, with p the base's law there, q the head's and x the token that follows: `ce` -log q(x); `kl`
+    sum p log(p / q); `tv` 1 - sum min(p, q), the share of sampled drafts that is refused; `lk` lam kl + (1 - lam) tv with
+    lam = exp(-lk_eta sum min(p, q)) (arXiv 2602.23881); `ce_l1` .1 ce + .9 sum |p - q| (DSpark). All but ce run the lm_head once more."""
+    lk_eta: float = 10.0
+    """How fast `lk` turns from kl to tv as the laws come to agree."""
+    slot_weights: str = "decay"
+    """What slot k's loss counts: `decay` slot_decay ** (k - 1); `uniform` 1; `d_pace` at every position what the slot adds to the
+    expected length of the accepted draft there (arXiv 2605.18810)."""
     slot_decay: float = 0.8
-    """Weight of slot k's loss is slot_decay ** (k - 1)."""
+    """The base of `--slot-weights decay`."""
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
     weight_decay: float = 0.0
@@ -104,6 +117,9 @@ class TrainConfig:
             _require(getattr(self, name) > 0, name, "must be above 0")
         for name in ("held_out", "weight_decay", "num_workers"):
             _require(getattr(self, name) >= 0, name, "must be 0 or more")
+        _require(self.lk_eta >= 0, "lk_eta", "must be 0 or more")
+        _require_known(self.objective, OBJECTIVES, "objective")
+        _require_known(self.slot_weights, SLOT_WEIGHTS, "slot_weights")
         _require(0 <= self.seed < 2**32, "seed", "must lie in [0, 2**32)")
         self.heads_config()  # raises on num_heads or num_layers below 1
 
@@ -138,50 +154,10 @@ def _require(condition: object, name: str, problem: str) -> None:
         raise ValueError(f"{name}: {problem}")
 
 
-def yaml_arguments(path: str | Path) -> list[str]:
-    """A YAML file -> the command-line arguments it stands for.
-
-    Raises ValueError on unknown keys, with a suggestion, and on anything but a flat mapping.
-    """
-    try:
-        values = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"--config {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path}: expected `option: value` lines")
-    if problem := unknown_keys_error(values, [f.name for f in dataclasses.fields(TrainConfig)], where=f"--config {path}"):
-        raise ValueError(problem)
-    arguments: list[str] = []
-    for name, value in values.items():
-        flag = "--" + name.replace("_", "-")
-        if value is None:  # as if it were not written
-            continue
-        if any(isinstance(part, (dict, list)) for part in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"--config {path}: {name} must be a plain value or a list of plain values")
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            arguments += [flag, *map(str, value)]
-        else:
-            arguments.append(f"{flag}={value}")
-    return arguments
+def _require_known(value: str, known: tuple[str, ...], name: str) -> None:
+    _require(value in known, name, f"unknown {value!r}{suggest(value, known)}; known are {', '.join(known)}")
 
 
 def parse_config(argv: list[str]) -> TrainConfig:
     """`[--config FILE] [flags]` -> TrainConfig; flags win over the file wherever they stand."""
-    import tyro
-
-    arguments = [part for argument in argv for part in (argument.split("=", 1) if argument.startswith("--config=") else [argument])]
-    from_file: list[str] = []
-    while "--config" in arguments:
-        at = arguments.index("--config")
-        if at + 1 == len(arguments):
-            raise ValueError("--config needs a file name")
-        from_file += yaml_arguments(arguments[at + 1])
-        del arguments[at : at + 2]
-    refuse_repeated_lists(TrainConfig, arguments)
-    return tyro.cli(TrainConfig, args=from_file + arguments, prog="accelerate launch -m train --config FILE")
+    return parse_command(TrainConfig, argv, prog="accelerate launch -m train --config FILE")

@@ -1,16 +1,15 @@
-"""JSONL or JSONL.gz files -> conversations, checked; every error names its file and line."""
+"""Files and data sets of the hub -> conversations, checked; every error names its source and row."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infer.prompts import check_whole_characters
+from train.row_shapes import DataFormat, detect_shape, with_messages
+from train.row_source import NumberedRow, read_rows, short_name
 
 ROLES = ("system", "user", "assistant")
 
@@ -30,54 +29,38 @@ class Conversation:
     assistant_spans: tuple[tuple[int, int], ...] | None = None
 
 
-def load_conversations(paths: Sequence[str | Path], *, limit: int | None = None) -> list[Conversation]:
-    """Reads all rows of all files in order, at most `limit` in total; blank lines are skipped.
+def read_conversations(
+    sources: Sequence[str | Path], *, limit: int | None = None, data_format: DataFormat = "auto"
+) -> Iterator[Conversation]:
+    """The rows of all sources (see row_source) in order, at most `limit` in total.
 
-    Raises ValueError naming file and line for a row that is no conversation to train on, and for a
-    file that is missing, damaged or without a row.
+    data_format: the shape of the rows; auto takes the shape of the first row for its whole file.
+    Raises ValueError naming source and row for a row that is no conversation to train on, and for a
+    source that is missing, damaged or without a row.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}: it must be at least 1")
-    conversations: list[Conversation] = []
-    for path in map(Path, paths):
-        before = len(conversations)
-        for number, line in read_lines(path):
-            if len(conversations) == limit:
-                return conversations
-            conversations.append(parse_row(line, path=path, number=number))
-        if len(conversations) == before:
-            raise ValueError(f"{path} holds no row: expected one JSON object with `messages` per line")
-    return conversations
+    count = 0
+    for source in sources:
+        shape, is_empty = data_format, True
+        for found in read_rows(source):
+            if count == limit:
+                return
+            if shape == "auto":
+                shape = detect_shape(found.row, found.where)
+            is_empty = False
+            count += 1
+            yield parse_row(found, source=source, shape=shape)
+        if is_empty:
+            raise ValueError(f"{source} holds no row: expected conversations, one JSON object with `messages` each")
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The non-blank lines of a text file, gzipped if its name ends in .gz, with their numbers from 1."""
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}:{number}: not UTF-8 text ({error})") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}:{number + 1}: the gzip file is damaged or cut short ({error}); copy it again") from None
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def parse_row(line: str, *, path: Path, number: int) -> Conversation:
-    """One JSON line -> a conversation. Raises ValueError with `<file>:<line>:` and the reason."""
-    where = f"{path}:{number}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: broken JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object with `messages`, found {type(row).__name__}")
+def parse_row(found: NumberedRow, *, source: str | Path, shape: DataFormat) -> Conversation:
+    """One row -> a conversation. Raises ValueError with `<source>:<number>:` and the reason."""
+    row, where = with_messages(found.row, shape, found.where), found.where
     input_ids, spans = _exact_tokens(row, where)
     messages = _messages(row, where, optional=input_ids is not None)
-    identity = f"{path.name}:{number}" if row.get("id") is None else str(row["id"])
+    identity = f"{short_name(source)}:{found.number}" if row.get("id") is None else str(row["id"])
     check_whole_characters(identity, f"{where}: id")
     return Conversation(identity, messages, input_ids, spans)
 

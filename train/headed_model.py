@@ -3,11 +3,11 @@
 One module because every sharding strategy of accelerate prepares one model and one optimizer.
 """
 
-# B batch, T sequence, K heads, R supervised positions, N (position, slot) pairs, D hidden, V vocabulary
+# B batch, T sequence, M = B * T, K heads, R supervised positions, N (position, slot) pairs, D hidden, V vocabulary
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,19 +16,22 @@ from transformers import PreTrainedModel
 
 from medusa_heads import base_model
 from medusa_heads.heads import MedusaHeads
-from train.losses import chunked_cross_entropy
+from train.losses import LogitHead, PairLosses, Teacher, chunked_loss
+from train.objectives import Objective, Transform, d_pace_weights
 
 TOP = (1, 2, 5)
 
 
 @dataclass(slots=True)
 class HeadedOutput:
-    """loss: scalar; slot_loss_K: summed cross-entropy per slot; slot_hits_KT: pairs whose target is
-    among the top 1, 2, 5; first_bad_pair: index of the first pair with a loss that is not finite, or
+    """loss: scalar; slot_loss_K: summed loss per slot, unweighted; slot_overlap_K: summed overlap with
+    the base's law per slot (0 where the objective needs no such law); slot_hits_KT: pairs whose target
+    is among the top 1, 2, 5; first_bad_pair: index of the first pair with a loss that is not finite, or
     -1. All on the device, detached but for `loss`."""
 
     loss: Tensor
     slot_loss_K: Tensor
+    slot_overlap_K: Tensor
     slot_hits_KT: Tensor
     first_bad_pair: Tensor
 
@@ -36,16 +39,24 @@ class HeadedOutput:
 class HeadedModel(nn.Module):
     """A base model that never trains and heads that do."""
 
-    def __init__(self, base: PreTrainedModel, heads: MedusaHeads, *, draft_vocabulary: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        base: PreTrainedModel,
+        heads: MedusaHeads,
+        *,
+        draft_vocabulary: Tensor | None = None,
+        objective: Objective | None = None,
+        d_pace: bool = False,
+    ) -> None:
         """draft_vocabulary: the only tokens that heads on the shared lm_head are to propose, ascending, or None
-        for all. Their law is over these, and a pair whose target is not among them has no loss and counts as a miss."""
+        for all. Both laws are over these, and a pair whose target is not among them has no loss and counts as a miss.
+        objective: by default cross-entropy. d_pace: slots weigh by D-PACE, on top of `slot_weights`."""
         super().__init__()
         base.requires_grad_(False)
         base.eval()
         self.base, self.heads = base, heads
-        transform = base_model.logit_transform(base)
-        probe = torch.tensor([-2.0, 0.5, 3.0])
-        self.transform = None if torch.equal(transform(probe), probe) else transform
+        self.objective, self.d_pace = objective or Objective(), d_pace
+        self.transform = Transform(*base_model.logit_scale_and_cap(base))
         self.draft_vocabulary: Tensor | None
         self.draft_index_V: Tensor | None  # place of a token in the draft vocabulary, -1 outside
         if draft_vocabulary is not None and heads.lm_head is None:
@@ -71,6 +82,10 @@ class HeadedModel(nn.Module):
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         """Last hidden states [B, T, D] of packed rows; a token sees its own document alone."""
+        return self.base_forward(input_ids, position_ids, document_ids)
+
+    def base_forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
+        """`hidden_states` through which gradients flow into whatever trains in the base."""
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         allowed_BTT = (document_ids[:, :, None] == document_ids[:, None, :]) & (steps[:, None] >= steps)
         mask = base_model.additive_masks(self.base, allowed_BTT, position_ids, position_ids)
@@ -91,43 +106,68 @@ class HeadedModel(nn.Module):
 
         slot_weights: [K], what one pair of each slot weighs: slot weight / its global count.
         """
-        hidden_BTD = self.hidden_states(input_ids, position_ids, document_ids)
-        states_RKD = self.heads.draft_states(hidden_BTD.flatten(0, 1)[positions])
-        states_ND = states_RKD[pair_position, pair_slot].to(hidden_BTD.dtype)
-        weights_N = slot_weights[pair_slot]
-        loss, losses_N, ranks_N = self._loss(states_ND, targets, weights_N, pair_slot)
-        return HeadedOutput(loss, *self._statistics(losses_N, ranks_N, pair_slot), _first_bad(losses_N))
+        hidden_MD = self.hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
+        return self.heads_output(hidden_MD, positions, pair_position, pair_slot, targets, slot_weights)
 
-    def _loss(self, states_ND: Tensor, targets_N: Tensor, weights_N: Tensor, pair_slot_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.heads.lm_head is None:
-            weight_VD, bias_V = base_model.lm_head_parameters(self.base)
-            if self.draft_vocabulary is None or self.draft_index_V is None:
-                return chunked_cross_entropy(states_ND, weight_VD, targets_N, weights_N, bias_V=bias_V, transform=self.transform)
-            index_N = self.draft_index_V[targets_N]
-            inside_N = index_N >= 0
-            loss, losses_N, ranks_N = chunked_cross_entropy(
-                states_ND,
-                weight_VD[self.draft_vocabulary],
-                index_N.clamp(min=0),
-                weights_N * inside_N,
-                bias_V=None if bias_V is None else bias_V[self.draft_vocabulary],
-                transform=self.transform,
+    def heads_output(
+        self, hidden_MD: Tensor, positions: Tensor, pair_position: Tensor, pair_slot: Tensor, targets: Tensor, slot_weights: Tensor
+    ) -> HeadedOutput:
+        """The heads' loss, given the base's hidden states of all tokens."""
+        states_RKD = self.heads.draft_states(hidden_MD[positions])
+        states_ND = states_RKD[pair_position, pair_slot].to(hidden_MD.dtype)
+        head = self._base_head().to(hidden_MD.dtype)
+        teacher = None
+        if self.objective.needs_teacher:  # slot k (here from 0) of position t guesses what the base's state at t + k + 1 knows
+            teacher = Teacher(hidden_MD.detach(), positions[pair_position] + pair_slot + 1, head)
+        pairs = self._pairs(states_ND, head, targets, pair_slot, teacher)
+        weights_N = slot_weights[pair_slot]
+        if self.d_pace:
+            num_heads = self.heads.config.num_heads
+            weights_N = weights_N * d_pace_weights(
+                pairs.log_probs, pair_position, pair_slot, num_positions=len(positions), num_heads=num_heads
             )
-            return loss, losses_N * inside_N, torch.where(inside_N, ranks_N, len(self.draft_index_V))
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        return HeadedOutput((pairs.losses * weights_N).sum(), *self._statistics(pairs, pair_slot), _first_bad(pairs.losses))
+
+    def _base_head(self) -> LogitHead:
+        """The base's LM head, over the draft vocabulary alone where there is one."""
+        weight_VD, bias_V = base_model.lm_head_parameters(self.base)
+        if self.draft_vocabulary is not None:
+            weight_VD, bias_V = weight_VD[self.draft_vocabulary], None if bias_V is None else bias_V[self.draft_vocabulary]
+        return LogitHead(weight_VD, bias_V, self.transform)
+
+    def _pairs(self, states_ND: Tensor, head: LogitHead, targets_N: Tensor, pair_slot_N: Tensor, teacher: Teacher | None) -> PairLosses:
+        if self.heads.lm_head is not None:
+            return self._pairs_of_own_heads(states_ND, targets_N, pair_slot_N, teacher)
+        if self.draft_index_V is None:
+            return chunked_loss(states_ND, head, targets_N, objective=self.objective, teacher=teacher)
+        index_N = self.draft_index_V[targets_N]
+        inside_N = index_N >= 0
+        pairs = chunked_loss(states_ND, head, index_N.clamp(min=0), objective=self.objective, teacher=teacher)
+        return PairLosses(
+            pairs.losses * inside_N,
+            pairs.log_probs.masked_fill(~inside_N, -torch.inf),
+            pairs.ranks.masked_fill(~inside_N, len(self.draft_index_V)),
+            pairs.overlaps * inside_N,
+        )
+
+    def _pairs_of_own_heads(self, states_ND: Tensor, targets_N: Tensor, pair_slot_N: Tensor, teacher: Teacher | None) -> PairLosses:
+        assert self.heads.lm_head is not None
+        parts: list[PairLosses] = []
         start = 0
         for k, count in enumerate(torch.bincount(pair_slot_N, minlength=self.heads.config.num_heads).tolist()):
             part = slice(start, start + count)  # pairs are listed slot by slot
             start += count
-            parts.append(chunked_cross_entropy(states_ND[part], self.heads.lm_head[k], targets_N[part], weights_N[part]))
-        losses, per_pair, ranks = zip(*parts, strict=True)
-        return torch.stack(losses).sum(), torch.cat(per_pair), torch.cat(ranks)
+            of_slot = None if teacher is None else replace(teacher, index_N=teacher.index_N[part])
+            head = LogitHead(self.heads.lm_head[k])
+            parts.append(chunked_loss(states_ND[part], head, targets_N[part], objective=self.objective, teacher=of_slot))
+        return PairLosses(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
-    def _statistics(self, losses_N: Tensor, ranks_N: Tensor, pair_slot_N: Tensor) -> tuple[Tensor, Tensor]:
-        num_heads = self.heads.config.num_heads
-        slot_loss_K = torch.zeros(num_heads, device=losses_N.device).index_add_(0, pair_slot_N, losses_N)
-        hits_NT = (ranks_N[:, None] < torch.tensor(TOP, device=ranks_N.device)).float()
-        return slot_loss_K, torch.zeros(num_heads, len(TOP), device=losses_N.device).index_add_(0, pair_slot_N, hits_NT)
+    def _statistics(self, pairs: PairLosses, pair_slot_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums per slot of losses [K], overlaps [K] and hits [K, T]."""
+        hits_NT = (pairs.ranks[:, None] < torch.tensor(TOP, device=pairs.ranks.device)).float()
+        values_NX = torch.cat([pairs.losses.detach()[:, None], pairs.overlaps[:, None], hits_NT], 1)
+        sums_KX = values_NX.new_zeros(self.heads.config.num_heads, values_NX.shape[1]).index_add_(0, pair_slot_N, values_NX)
+        return sums_KX[:, 0], sums_KX[:, 1], sums_KX[:, 2:]
 
 
 def _first_bad(losses_N: Tensor) -> Tensor:

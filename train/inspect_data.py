@@ -1,4 +1,4 @@
-"""Data files -> decoded training rows with the supervised tokens coloured, and counts per file."""
+"""Data -> decoded training rows with the supervised tokens coloured, and counts per source."""
 
 # K heads
 
@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -17,7 +16,9 @@ from rich.text import Text
 
 from medusa_heads.base_model import base_path
 from train.packing import num_supervised_slots, slot_counts
-from train.tokenization import tokenize_dataset
+from train.row_shapes import DataFormat
+from train.row_source import short_name
+from train.tokenized_data import tokenize_dataset
 
 NUM_SLOTS = 4
 
@@ -26,29 +27,31 @@ NUM_SLOTS = 4
 class InspectData:
     """Print decoded training rows with their supervised tokens marked, and counts per file."""
 
-    data: tuple[Path, ...]
-    """JSONL or JSONL.gz files of conversations."""
+    data: tuple[str, ...]
+    """Conversations: JSONL, JSON (each also gzipped) or Parquet files, or data sets of the hub as hf:owner/name[/config][:split]."""
+    data_format: DataFormat = "auto"
+    """Shape of the rows: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
     base: str = "embedded"
     """Base model whose tokenizer and chat template are used: `embedded`, a local folder or a hub id."""
     num_rows: int = 3
-    """Rows to print of each file."""
+    """Rows to print of each."""
     max_length: int = 2048
     """Conversations are cut to this many tokens."""
 
     def run(self) -> None:
-        """Raises ValueError for unusable files and when a file has no supervised token."""
+        """Raises ValueError for unusable sources and when one has no supervised slot."""
         if not self.data:
-            raise ValueError("--data: name at least one JSONL file")
+            raise ValueError("--data: name at least one file")
         console = Console(soft_wrap=True, highlight=False)
         tokenizer = load_tokenizer(self.base)
         summary = []
-        for path in self.data:
-            rows, counts = tokenize_dataset([path], tokenizer, max_length=self.max_length)
+        for source in self.data:
+            rows, counts = tokenize_dataset([source], tokenizer, max_length=self.max_length, data_format=self.data_format)
             for row in rows.select(range(min(self.num_rows, len(rows)))):
-                console.rule(Text(f"{path.name}  {row['id']}"), style="dim")
+                console.rule(Text(f"{short_name(source)}  {row['id']}"), style="dim")
                 console.print(marked_text(row["input_ids"], row["assistant_mask"], tokenizer, colour=_shows_colour(console)))
             per_slot = ", ".join(f"{k}: {count:,}" for k, count in enumerate(file_slot_counts(rows), start=1))
-            summary.append(f"{path}: {counts}; supervised positions per slot {per_slot}")
+            summary.append(f"{source}: {counts}; supervised positions per slot {per_slot}")
         console.print("\n".join(summary), markup=False)
 
 

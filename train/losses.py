@@ -1,23 +1,81 @@
-"""Draft states -> weighted cross-entropy against the next tokens, with logits only in chunks.
+"""Draft states -> the objective of each (position, slot) pair, with logits only in chunks.
 
-The loss of N (position, slot) pairs never materialises [N, V]: each chunk of rows goes through the
-LM head, its loss and the gradient of its states are computed by hand in the forward pass, and the
-logits are dropped. With a frozen LM head no [V, D] gradient is made.
+N pairs never materialise [N, V]: each chunk of rows goes through the LM head, its loss and the
+gradient of its states are made by hand in the forward pass, and the logits are dropped. A teacher's
+logits are made again from the base's hidden states in the same chunk. With a frozen LM head no
+[V, D] gradient is made; a trainable one gets its gradient in the backward pass, from logits computed
+a second time, so that no [V, D] gradient waits for it.
 """
 
-# N (position, slot) pairs, C pairs in a chunk, D hidden, V vocabulary
+# N (position, slot) pairs, C pairs in a chunk, M hidden states, D hidden, V vocabulary
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-Transform = Callable[[Tensor], Tensor]
+from train.objectives import ChunkLoss, Objective, Transform, fused_chunk_loss, plain_chunk_loss
+
 CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
+PAIR_DTYPES = (torch.float32, torch.float32, torch.long, torch.float32)  # of PairLosses
+
+
+@dataclass(frozen=True, slots=True)
+class LogitHead:
+    """How states become logits: transform(states weight^T + bias)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    transform: Transform = field(default_factory=Transform)
+
+    def logits(self, states_CD: Tensor) -> Tensor:
+        """[C, V], before the transform."""
+        return F.linear(states_CD, self.weight_VD, self.bias_V)
+
+    def to(self, dtype: torch.dtype) -> LogitHead:
+        return replace(self, weight_VD=self.weight_VD.to(dtype), bias_V=None if self.bias_V is None else self.bias_V.to(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The base's law for each pair: its hidden states, the row of them that is each pair's, its LM head (in their dtype)."""
+
+    states_MD: Tensor
+    index_N: Tensor
+    head: LogitHead
+
+    def logits(self, part: slice) -> Tensor:
+        """[C, V], before the transform."""
+        return self.head.logits(self.states_MD[self.index_N[part]])
+
+
+class PairLosses(NamedTuple):
+    """Of each pair, [N]: losses, through which gradients flow; and without gradients log_probs (log q of
+    the target), ranks (logits above the target's, 0 the best) and overlaps (sum min(p, q); 0 without a teacher)."""
+
+    losses: Tensor
+    log_probs: Tensor
+    ranks: Tensor
+    overlaps: Tensor
+
+
+def chunked_loss(
+    states_ND: Tensor, head: LogitHead, targets_N: Tensor, *, objective: Objective | None = None, teacher: Teacher | None = None
+) -> PairLosses:
+    """The objective (by default cross-entropy) of every pair, in float32.
+
+    Gradients flow to `states_ND`, and to the head's weight where it requires them.
+    """
+    objective = objective or Objective()
+    assert objective.needs_teacher == (teacher is not None)
+    with torch.autocast(states_ND.device.type, enabled=False):
+        return PairLosses(*_ChunkedLoss.apply(states_ND, head.weight_VD, head, targets_N, objective, teacher))  # type: ignore[no-untyped-call]
 
 
 def chunk_rows(device: torch.device, vocab_size: int) -> int:
@@ -25,97 +83,65 @@ def chunk_rows(device: torch.device, vocab_size: int) -> int:
     return max(16, CHUNK_BYTES.get(device.type, 1 << 26) // (4 * vocab_size))
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+def _chunks(
+    states_ND: Tensor, head: LogitHead, targets_N: Tensor, objective: Objective, teacher: Teacher | None
+) -> Iterator[tuple[slice, ChunkLoss]]:
+    """The loss of one chunk after the other; a teacher's logits take half of the room."""
+    make = fused_chunk_loss if states_ND.device.type == "cuda" else plain_chunk_loss
+    loss_of = make(objective, head.transform, None if teacher is None else teacher.head.transform)
+    step = chunk_rows(states_ND.device, len(head.weight_VD) * (1 if teacher is None else 2))
+    for start in range(0, len(states_ND), step):
+        part = slice(start, start + step)
+        teacher_CV = None if teacher is None else teacher.logits(part)
+        yield part, loss_of(head.logits(states_ND[part]), targets_N[part], teacher_CV)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """`weight_VD` is `head.weight_VD`, named once more because autograd sees tensors among the arguments alone."""
+
     @staticmethod
     def forward(
         ctx: Any,
         states_ND: Tensor,
         weight_VD: Tensor,
-        bias_V: Tensor | None,
+        head: LogitHead,
         targets_N: Tensor,
-        weights_N: Tensor,
-        transform: Transform | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        losses_N = torch.empty(len(states_ND), dtype=torch.float32, device=states_ND.device)
-        ranks_N = torch.empty(len(states_ND), dtype=torch.long, device=states_ND.device)
+        objective: Objective,
+        teacher: Teacher | None,
+    ) -> tuple[Tensor, ...]:
         needs_states, needs_weight = ctx.needs_input_grad[:2]
-        grad_states = torch.empty_like(states_ND) if needs_states else None
-        grad_weight = torch.zeros(weight_VD.shape, dtype=torch.float32, device=weight_VD.device) if needs_weight else None
-        weight_VD = weight_VD.to(states_ND.dtype)
-        loss_of_chunk = _transformed_chunk(transform) if transform is not None else _plain_chunk(states_ND.device)
-        step = chunk_rows(states_ND.device, len(weight_VD))
-        for start in range(0, len(states_ND), step):
-            part = slice(start, start + step)
-            logits_CV = torch.nn.functional.linear(states_ND[part], weight_VD, bias_V)
-            losses_N[part], ranks_N[part], grad_CV = loss_of_chunk(logits_CV, targets_N[part], weights_N[part])
+        head = head.to(states_ND.dtype)
+        pairs = PairLosses(*(torch.empty(len(states_ND), dtype=dtype, device=states_ND.device) for dtype in PAIR_DTYPES))
+        grad_states = torch.empty_like(states_ND) if needs_states and not needs_weight else None
+        for part, chunk in _chunks(states_ND, head, targets_N, objective, teacher):
+            for values_N, values_C in zip(pairs, chunk, strict=False):
+                values_N[part] = values_C
             if grad_states is not None:
-                grad_states[part] = grad_CV @ weight_VD
-            if grad_weight is not None:
-                grad_weight += grad_CV.t() @ states_ND[part]
-        ctx.save_for_backward(grad_states, grad_weight)
-        ctx.mark_non_differentiable(losses_N, ranks_N)
-        return (losses_N * weights_N).sum(), losses_N, ranks_N
+                grad_states[part] = chunk.grad @ head.weight_VD
+        if needs_weight:
+            ctx.save_for_backward(states_ND, weight_VD, targets_N)
+            ctx.rest = head.bias_V, head.transform, objective, teacher
+        else:
+            ctx.save_for_backward(grad_states)
+        ctx.mark_non_differentiable(*pairs[1:])
+        return tuple(pairs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_states, grad_weight = ctx.saved_tensors
-        scale = gradients[0]
-        scaled = [g * scale.to(g.dtype) if g is not None else None for g in (grad_states, grad_weight)]
-        return (*scaled, None, None, None, None)
-
-
-ChunkLoss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
-def _loss_of_chunk(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [C], rank of the target [C] and weight * d loss / d logits [C, V], computed in float32."""
-    scores_CV = logits_CV.float()
-    target_C1 = scores_CV.gather(1, targets_C[:, None])
-    log_sum_C1 = scores_CV.logsumexp(-1, keepdim=True)
-    ranks_C = (scores_CV > target_C1).sum(-1)
-    hit_CV = torch.arange(scores_CV.shape[1], device=scores_CV.device) == targets_C[:, None]
-    grad_CV = ((scores_CV - log_sum_C1).exp() - hit_CV.float()) * weights_C[:, None]
-    return (log_sum_C1 - target_C1)[:, 0], ranks_C, grad_CV.to(logits_CV.dtype)
-
-
-@functools.cache
-def _compiled_chunk() -> ChunkLoss:
-    return torch.compile(_loss_of_chunk, dynamic=True)
-
-
-def _plain_chunk(device: torch.device) -> ChunkLoss:
-    """On a GPU the chunk's passes over [C, V] are fused by torch.compile: memory traffic is their cost."""
-    return _compiled_chunk() if device.type == "cuda" else _loss_of_chunk
-
-
-def _transformed_chunk(transform: Transform) -> ChunkLoss:
-    """The same behind a transform of the logits, through which autograd leads back."""
-
-    def loss_of_chunk(logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            raw_CV = logits_CV.float().requires_grad_()
-            transformed_CV = transform(raw_CV)
-        losses_C, ranks_C, grad_CV = _loss_of_chunk(transformed_CV.detach(), targets_C, weights_C)
-        return losses_C, ranks_C, torch.autograd.grad(transformed_CV, raw_CV, grad_CV)[0].to(logits_CV.dtype)
-
-    return loss_of_chunk
-
-
-def chunked_cross_entropy(
-    states_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    weights_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    transform: Transform | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of weights_N * CE(transform(states W^T + bias), targets), in float32.
-
-    Returns (loss, loss of each pair [N], rank of each target among its logits [N], 0 the best).
-    Gradients flow to `states_ND`, and to `weight_VD` where it requires them.
-    """
-    with torch.autocast(states_ND.device.type, enabled=False):
-        if bias_V is not None:
-            bias_V = bias_V.to(states_ND.dtype)
-        return _ChunkedCrossEntropy.apply(states_ND, weight_VD, bias_V, targets_N, weights_N, transform)  # type: ignore[no-any-return,no-untyped-call]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, weights_N: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """weights_N: what a pair's loss counts in the whole, known only now."""
+        weights_N1 = weights_N[:, None]
+        if len(ctx.saved_tensors) == 1:
+            (grad_states,) = ctx.saved_tensors
+            if grad_states is not None:
+                grad_states.mul_(weights_N1)  # in place: a product of its own would be float32, twice the room
+            return grad_states, None, None, None, None, None
+        states_ND, weight_VD, targets_N = ctx.saved_tensors
+        bias_V, transform, objective, teacher = ctx.rest
+        head = LogitHead(weight_VD, bias_V, transform).to(states_ND.dtype)
+        grad_states, grad_weight = torch.empty_like(states_ND), torch.zeros_like(weight_VD, dtype=torch.float32)
+        with torch.autocast(states_ND.device.type, enabled=False):
+            for part, chunk in _chunks(states_ND, head, targets_N, objective, teacher):
+                grad_states[part] = (chunk.grad @ head.weight_VD) * weights_N1[part]
+                grad_weight += chunk.grad.t() @ (states_ND[part] * weights_N1[part]).to(states_ND.dtype)
+        return grad_states, grad_weight.to(weight_VD.dtype), None, None, None, None

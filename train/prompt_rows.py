@@ -1,8 +1,8 @@
-"""Prompt files (JSONL or gz) -> checked rows of user turns to answer; every error names file and line."""
+"""Files and data sets of the hub -> checked rows of user turns to answer; every error names source and row."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,15 @@ from typing import Any
 
 from infer.prompts import check_whole_characters
 from train.chat_turns import Message
-from train.conversations import read_lines
+from train.row_shapes import DataFormat, detect_shape, with_messages
+from train.row_source import NumberedRow, read_rows, short_name
+
+SUFFIX = re.compile(r"\.(jsonl|json|parquet)(\.gz)?$")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """turns: the messages before each answer, one tuple per user turn; where: `<file>:<line>`."""
+    """turns: the messages before each answer, one tuple per user turn; where: `<source>:<number>`."""
 
     id: str
     source: str
@@ -24,18 +27,22 @@ class PromptRow:
     where: str
 
 
-def load_prompt_rows(paths: Sequence[Path], *, limit: int | None = None) -> list[PromptRow]:
-    """All rows of all files in order, at most `limit`; blank lines are skipped, lines beyond the limit not read.
+def load_prompt_rows(sources: Sequence[str | Path], *, limit: int | None = None, data_format: DataFormat = "auto") -> list[PromptRow]:
+    """All rows of all sources (see row_source) in order, at most `limit`; rows beyond the limit are not read.
 
-    Raises ValueError naming file and line for a broken row, and for an id that two rows share.
+    data_format: the shape of the rows; auto takes the shape of the first row for its whole file.
+    Raises ValueError naming source and row for a broken row, and for an id that two rows share.
     """
     rows: list[PromptRow] = []
     seen: dict[str, str] = {}
-    for path in paths:
-        for number, line in read_lines(path):
+    for source in sources:
+        shape = data_format
+        for found in read_rows(source):
             if len(rows) == limit:
                 return rows
-            row = parse_prompt_row(line, path=path, number=number)
+            if shape == "auto":
+                shape = detect_shape(found.row, found.where)
+            row = parse_prompt_row(found, source=source, shape=shape)
             if row.id in seen:
                 raise ValueError(
                     f"{row.where}: id {row.id!r} is already that of {seen[row.id]}; answers are kept by id, so give it another"
@@ -45,25 +52,21 @@ def load_prompt_rows(paths: Sequence[Path], *, limit: int | None = None) -> list
     return rows
 
 
-def parse_prompt_row(line: str, *, path: Path, number: int) -> PromptRow:
-    """One JSON line -> its user turns. Assistant turns are dropped: the model answers anew."""
-    where = f"{path}:{number}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: broken JSON ({error.msg} at column {error.colno})") from None
-    messages = row.get("messages") if isinstance(row, dict) else None
+def parse_prompt_row(found: NumberedRow, *, source: str | Path, shape: DataFormat) -> PromptRow:
+    """One row -> its user turns. Assistant turns are dropped: the model answers anew."""
+    row, where = with_messages(found.row, shape, found.where), found.where
+    messages = row.get("messages")
     if not isinstance(messages, list):
         raise ValueError(f"{where}: expected a JSON object with `messages`, a list of {{role, content}}")
     if not messages:
-        raise ValueError(f"{where}: empty conversation (`messages` is an empty list)")
+        raise ValueError(f"{where}: empty conversation (no messages)")
     turns = _turns([_message(message, f"{where}: message {index}") for index, message in enumerate(messages, start=1)])
     if not turns:
         raise ValueError(f"{where}: no user turn, so nothing to answer")
-    identity = row.get("id")
+    name, identity = short_name(source), row.get("id")
     parsed = PromptRow(
-        id=f"{path.name}:{number}" if identity is None else str(identity),
-        source=str(row.get("source") or path.name.removesuffix(".gz").removesuffix(".jsonl")),
+        id=f"{name}:{found.number}" if identity is None else str(identity),
+        source=str(row.get("source") or SUFFIX.sub("", name)),
         category=str(row.get("category") or ""),
         turns=turns,
         where=where,

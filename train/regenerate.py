@@ -3,68 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from infer.loading import pick_device
 from infer.output_file import remove_leftovers
 from infer.sampling import Sampling
-from infer.static_generate import Answer, StaticGenerator, default_batch_size
 from medusa_heads import base_model
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.versions import commit, versions
-from train.answers_file import AnswersFile
-from train.chat_turns import ChatTurns, join
+from train.answers_file import AnswersFile, count_rows
+from train.chat_turns import ChatTurns
+from train.jobs import Job, Shard, make_jobs, pick_shard, without_duplicates
+from train.own_answers import OwnAnswers
 from train.prompt_rows import PromptRow, load_prompt_rows
+from train.row_shapes import DataFormat
+from train.row_source import content_sha256, short_name
 from train.self_prompts import write_self_prompts
+from train.server import ChatServer, api_key_from
+from train.server_answers import ServerAnswers
 
-SMALLEST_CAPACITY = 256
 
+class Answerer(Protocol):
+    """Yields every job as it finishes: with answers; with `failure`; or with neither, as longer than the context."""
 
-@dataclass(slots=True)
-class Job:
-    """One conversation to be answered. pieces: token ids before the first and between later answers."""
+    def answers(self, jobs: Sequence[Job]) -> Iterator[Job]: ...
 
-    id: str
-    row: PromptRow
-    pieces: list[list[int]]
-    input_ids: list[int] = field(default_factory=list)
-    spans: list[list[int]] = field(default_factory=list)
-    finish_reasons: list[str] = field(default_factory=list)
-
-    def next_prompt(self) -> list[int]:
-        return join(self.input_ids, self.pieces[len(self.spans)])
-
-    def take(self, answer: Answer) -> None:
-        prompt = self.next_prompt()
-        self.input_ids = prompt + answer.token_ids
-        self.spans.append([len(prompt), len(self.input_ids)])
-        self.finish_reasons.append(answer.finish_reason)
-
-    def as_row(self, tokenizer: Any) -> dict[str, Any]:
-        messages: list[dict[str, str]] = []
-        for turn, (start, end) in zip(self.row.turns, self.spans, strict=False):
-            messages.extend(turn)
-            text = tokenizer.decode(self.input_ids[start:end], skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": text})
-        return {
-            "id": self.id,
-            "source": self.row.source,
-            "category": self.row.category,
-            "messages": messages,
-            "finish_reasons": self.finish_reasons,
-            "input_ids": self.input_ids,
-            "assistant_spans": self.spans,
-        }
+    def facts(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +45,17 @@ class Regenerate:
     """Let the base model answer prompts, or write its own prompts first and answer those."""
 
     base: str
-    """The base model: `embedded`, a local folder, or a hub id."""
+    """The base model: `embedded`, a local folder, or a hub id. With --server only its tokenizer and chat template are read."""
     output: Path
-    """Where the conversations go: JSONL, gzipped if the name ends in .gz."""
-    prompts: tuple[Path, ...] = ()
-    """Prompt files, JSONL or .gz: rows {"id", "source", "category", "messages"}; every user turn is answered."""
+    """Where the conversations go: JSONL, gzipped if the name ends in .gz. A manifest (.meta.json) is written beside it."""
+    prompts: tuple[str, ...] = ()
+    """Prompts: JSONL, JSON (each also gzipped) or Parquet files, or data sets of the hub as hf:owner/name[/config][:split].
+    Every user turn is answered, old answers are dropped; the same prompt twice is answered once."""
+    data_format: DataFormat = "auto"
+    """Shape of the rows: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
     self_prompts: int = 0
     """How many prompts the model writes itself, sampled from its chat template; unusable ones are dropped."""
-    self_prompts_like: tuple[Path, ...] = ()
+    self_prompts_like: tuple[str, ...] = ()
     """Prompt files whose first words its own prompts begin with, for more text of a kind; these prompts themselves are not answered."""
     max_new_tokens: int = 512
     """The most tokens of one answer."""
@@ -91,8 +67,23 @@ class Regenerate:
     """Keeps the k most probable tokens; 0 keeps all."""
     samples: int = 1
     """Answers per prompt, when sampling."""
+    sampled_share: float = 1.0
+    """Share of the prompts that is sampled at --temperature; the others are answered once, greedily."""
+    server: str | None = None
+    """An OpenAI-compatible server that answers, instead of this machine: http://host:8000/v1. For vLLM: `vllm serve BASE
+    --generation-config vllm`, so that nothing but the settings here shapes the answers. Its token ids are kept where it returns them."""
+    server_model: str | None = None
+    """The name the server knows the base model by; by default that of --base."""
+    server_key_env: str | None = None
+    """The environment variable that holds the server's key; the key itself is written nowhere."""
+    concurrency: int = 64
+    """Requests to the server at once."""
+    shard: str | None = None
+    """I/N: answer only part I (from 0) of N, chosen by the ids, into a file of its own: answers.jsonl.gz becomes
+    answers-00000-of-00004.jsonl.gz. By default each process of `accelerate launch -m medusa_heads.cli regenerate` takes one part.
+    Train on all of them: --data answers-*-of-00004.jsonl.gz."""
     batch_size: int | None = None
-    """Conversations answered at once; by default what the device holds, at most 1024 (32 on a CPU)."""
+    """Conversations answered at once on this machine; by default what the device holds, at most 1024 (32 on a CPU)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     device: str = "auto"
@@ -107,20 +98,33 @@ class Regenerate:
     def run(self) -> None:
         """Writes the output and its .meta.json; continues where an earlier run was interrupted."""
         self._check_options()
-        rows = load_prompt_rows(self.prompts, limit=self.limit)
+        shard = pick_shard(self.shard)
+        output = shard.file(self.output)
+        rows = load_prompt_rows(self.prompts, limit=self.limit, data_format=self.data_format)
         if self.prompts and not rows:
             raise ValueError(f"{', '.join(map(str, self.prompts))}: no prompts in there")
-        device = pick_device(self.device)
-        dtype = ("bfloat16" if device.type == "cuda" else "float32") if self.dtype == "auto" else self.dtype
-        model, tokenizer = base_model.load_base(self.base, dtype=base_model.parse_dtype(dtype), device=device, revision=self.revision)
-        chat = ChatTurns(tokenizer)
-        with AnswersFile(self.output, self._settings(model, tokenizer, dtype)) as answers:
+        if not self.self_prompts and not any(shard.holds(row.id) for row in rows):
+            raise ValueError(f"shard {shard.index} of {shard.count} holds none of the {len(rows)} prompts: use fewer shards or processes")
+        model, chat, settings = self._load(shard)
+        with AnswersFile(output, settings) as answers:
             if answers.is_finished:
-                print(f"{self.output} is already complete with these settings; nothing to do", file=sys.stderr)
+                print(f"{output} is already complete with these settings; nothing to do", file=sys.stderr)
                 return
-            eos_ids = base_model.end_of_sequence_ids(model, tokenizer)
-            rows, dropped = self._with_self_prompts(rows, model, chat, answers, eos_ids)
-            self._answer(rows, model, chat, answers, eos_ids, {"device": _device_name(device), "self_prompts": dropped})
+            answerer: Answerer
+            own: list[PromptRow] = []
+            facts: dict[str, Any] = {}
+            if model is None:
+                answerer = ServerAnswers(self._server(chat.tokenizer), chat, self.max_new_tokens)
+            else:
+                eos_ids = base_model.end_of_sequence_ids(model, chat.tokenizer)
+                answerer = OwnAnswers(model, eos_ids, self.max_new_tokens, self.batch_size)
+                own, dropped = self._self_prompts(model, chat, answers, eos_ids, shard)
+                facts = {"device": _device_name(model.device), "self_prompts": dropped}
+            unique = without_duplicates(rows + own)
+            facts["duplicates"] = len(rows) + len(own) - len(unique)
+            own_ids = {row.id for row in own}
+            mine = [row for row in unique if row.id in own_ids or shard.holds(row.id)]
+            self._answer(mine, chat, answers, answerer, facts)
 
     def _check_options(self) -> None:
         if self.self_prompts < 0:
@@ -129,161 +133,144 @@ class Regenerate:
             raise ValueError("--self-prompts-like names examples, but --self-prompts is 0: say how many prompts to write")
         if not self.prompts and self.self_prompts < 1:
             raise ValueError("nothing to answer: give --prompts FILE, or --self-prompts N to let the model write its own")
-        for name, value in (("--limit", self.limit), ("--samples", self.samples), ("--max-new-tokens", self.max_new_tokens)):
+        numbers = {"--limit": self.limit, "--samples": self.samples, "--max-new-tokens": self.max_new_tokens}
+        for name, value in (numbers | {"--batch-size": self.batch_size, "--concurrency": self.concurrency}).items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value}: it must be at least 1")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"--batch-size {self.batch_size}: it must be at least 1")
-        if self.samples > 1 and not self.temperature:
-            raise ValueError(f"--samples {self.samples} with --temperature 0 gives the same answer {self.samples} times; set a temperature")
+        if not 0 < self.sampled_share <= 1:
+            raise ValueError(f"--sampled-share {self.sampled_share} is not in (0, 1]; for greedy answers alone set --temperature 0")
+        for name, is_set in ((f"--samples {self.samples}", self.samples > 1), ("--sampled-share", self.sampled_share < 1)):
+            if is_set and not self.temperature:
+                raise ValueError(f"{name} with --temperature 0, where every answer is the greedy one: set a temperature")
+        if self.server is None and (self.server_model or self.server_key_env):
+            raise ValueError("--server-model and --server-key-env belong to --server URL, which is missing")
+        if self.server is not None and self.self_prompts:
+            raise ValueError("--self-prompts needs the model on this machine: run it without --server, or give --prompts")
         self._sampling()
 
     def _sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
 
-    def _settings(self, model: PreTrainedModel, tokenizer: Any, dtype: str) -> dict[str, Any]:
-        """All that the answers depend on; an interrupted run continues only under equal settings."""
-        return {
-            "base": self.base,
-            "revision": self.revision,
-            "fingerprint": fingerprint(model),
-            "tokenizer_sha256": _sha256(tokenizer.backend_tokenizer.to_str()),
-            "chat_template_sha256": _sha256(tokenizer.get_chat_template()),
-            "prompts": _file_records(self.prompts),
-            "limit": self.limit,
-            "self_prompts": self.self_prompts,
-            "self_prompts_like": _file_records(self.self_prompts_like),
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "samples": self.samples,
-            "seed": self.seed,
-            "dtype": dtype,
-        }
+    def _load(self, shard: Shard) -> tuple[Any, ChatTurns, dict[str, Any]]:
+        """The model (None where a server answers), the template, and all that the answers depend on: an interrupted run
+        continues only under equal settings."""
+        if self.server is not None:
+            model, tokenizer = None, base_model.load_tokenizer(self.base, revision=self.revision)
+            answered_by = {"server_model": self._server_model()}
+        else:
+            device = pick_device(self._device())
+            dtype = ("bfloat16" if device.type == "cuda" else "float32") if self.dtype == "auto" else self.dtype
+            model, tokenizer = base_model.load_base(self.base, dtype=base_model.parse_dtype(dtype), device=device, revision=self.revision)
+            answered_by = {"fingerprint": fingerprint(model), "dtype": dtype}
+        chat = ChatTurns(tokenizer)
+        names = "base revision data_format limit self_prompts max_new_tokens temperature top_p top_k samples sampled_share seed"
+        return (
+            model,
+            chat,
+            {
+                "tokenizer_sha256": _sha256(tokenizer.backend_tokenizer.to_str()),
+                "chat_template_sha256": _sha256(tokenizer.get_chat_template()),
+                "prompts": _source_records(self.prompts),
+                "self_prompts_like": _source_records(self.self_prompts_like),
+                "shard": f"{shard.index}/{shard.count}",
+                **{name: getattr(self, name) for name in names.split()},
+                **answered_by,
+            },
+        )
 
-    def _with_self_prompts(
-        self, rows: list[PromptRow], model: PreTrainedModel, chat: ChatTurns, answers: AnswersFile, eos_ids: Sequence[int]
+    def _device(self) -> str:
+        """Under a launcher every process of a machine takes its own GPU."""
+        local_rank = os.environ.get("LOCAL_RANK")
+        return f"cuda:{local_rank}" if self.device == "auto" and local_rank and torch.cuda.is_available() else self.device
+
+    def _server_model(self) -> str:
+        return self.server_model or self.base
+
+    def _server(self, tokenizer: Any) -> ChatServer:
+        assert self.server is not None
+        key = api_key_from(self.server_key_env)
+        return ChatServer(self.server, self._server_model(), num_tokens=len(tokenizer), api_key=key, concurrency=self.concurrency)
+
+    def _self_prompts(
+        self, model: Any, chat: ChatTurns, answers: AnswersFile, eos_ids: Sequence[int], shard: Shard
     ) -> tuple[list[PromptRow], dict[str, int]]:
-        """Adds the model's own prompts; those of an interrupted run are read back from beside the output."""
+        """The model's own prompts, this shard's share of them; those of an interrupted run are read back from beside the output."""
         if not self.self_prompts:
-            return rows, {}
-        like = [turn[-1]["content"] for row in load_prompt_rows(self.self_prompts_like) for turn in row.turns[:1]]
+            return [], {}
+        examples = load_prompt_rows(self.self_prompts_like, data_format=self.data_format)
+        like = [turn[-1]["content"] for row in examples for turn in row.turns[:1]]
         if self.self_prompts_like and not like:
             raise ValueError(f"--self-prompts-like {', '.join(map(str, self.self_prompts_like))}: no prompts in there")
         kind = f"-like{_sha256(repr(like))[:8]}" if like else ""
         made_from = f"{fingerprint(model)[:8]}-{self.self_prompts}-seed{self.seed}{kind}"
-        path = self.output.with_name(f"{self.output.name}.self-prompts-{made_from}.jsonl")
+        path = answers.output.with_name(f"{answers.output.name}.self-prompts-{made_from}.jsonl")
         counts: dict[str, int] = {}
         remove_leftovers(path)
         if not (answers.resumed and path.exists()):
+            indices = range(shard.index, self.self_prompts, shard.count)
             counts = write_self_prompts(
-                model, chat, path, count=self.self_prompts, seed=self.seed, eos_ids=eos_ids, batch_size=self.batch_size, like=like
+                model, chat, path, indices=indices, seed=self.seed, eos_ids=eos_ids, batch_size=self.batch_size, like=like
             )
             print(f"self-prompts: {', '.join(f'{count} {name}' for name, count in sorted(counts.items()))}", file=sys.stderr)
         own = load_prompt_rows([path])
-        return rows + own, counts or {"kept": len(own)}
+        return own, counts or {"kept": len(own)}
 
-    def _answer(
-        self,
-        rows: list[PromptRow],
-        model: PreTrainedModel,
-        chat: ChatTurns,
-        answers: AnswersFile,
-        eos_ids: Sequence[int],
-        facts: dict[str, Any],
-    ) -> None:
-        jobs = list(self._jobs(rows, chat))
-        context = base_model.max_length(model)
-        skipped = [job.id for job in jobs if len(job.pieces[0]) >= context]
-        left = [job for job in jobs if job.id not in answers.done and len(job.pieces[0]) < context]
-        groups = _by_capacity(left, self.max_new_tokens, context)
+    def _answer(self, rows: Sequence[PromptRow], chat: ChatTurns, answers: AnswersFile, answerer: Answerer, facts: dict[str, Any]) -> None:
+        jobs = list(make_jobs(rows, chat, sampling=self._sampling(), samples=self.samples, sampled_share=self.sampled_share))
+        left = [job for job in jobs if job.id not in answers.done]
+        skipped: list[str] = []
+        set_aside: list[Job] = []
         start, num_tokens = time.perf_counter(), 0
-        with tqdm(total=len(jobs) - len(skipped), initial=len(answers.done), desc="regenerate", unit="conversation") as progress:
-            for capacity, group in groups:
-                batch_size = self.batch_size or default_batch_size(model, capacity)
-                generator = StaticGenerator(
-                    model,
-                    max_new_tokens=self.max_new_tokens,
-                    eos_ids=eos_ids,
-                    batch_size=batch_size,
-                    capacity=capacity,
-                    sampling=self._sampling(),
-                )
-                for job in _finished_jobs(generator, group):
+        with tqdm(
+            total=len(jobs), initial=len(jobs) - len(left), desc=f"regenerate {answers.output.name}", unit="conversation"
+        ) as progress:
+            for job in answerer.answers(left):
+                if job.failure is not None:
+                    set_aside.append(job)
+                elif not job.spans:
+                    skipped.append(job.id)
+                else:
+                    num_tokens += sum(end - start for start, end in job.spans)
                     answers.append(job.as_row(chat.tokenizer))
-                    rate = (num_tokens + generator.num_tokens) / (time.perf_counter() - start)
-                    progress.set_postfix_str(f"{rate:,.0f} tokens/s", refresh=False)
-                    progress.update()
-                num_tokens += generator.num_tokens
-                facts |= {"attention": generator.attention, "batch_size": batch_size}
+                    job.input_ids = []  # it is on the disk; a long run must not hold all
+                progress.set_postfix_str(f"{num_tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
+                progress.update()
+        if set_aside and not answers.done:
+            raise ValueError(f"none of {len(set_aside)} conversations got a usable answer; the last one: {set_aside[-1].failure}")
         seconds = time.perf_counter() - start
         facts |= {"seconds": round(seconds, 3), "tokens_per_second": round(num_tokens / seconds, 1) if num_tokens else None}
-        self._finish(answers, jobs, skipped, facts)
+        self._finish(answers, jobs, sorted(skipped), set_aside, facts | answerer.facts())
 
-    def _jobs(self, rows: Sequence[PromptRow], chat: ChatTurns) -> Iterator[Job]:
-        for row in rows:
-            try:
-                pieces = chat.pieces(row.turns)
-            except ValueError as error:
-                raise ValueError(f"{row.where}: {error}") from None
-            for sample in range(self.samples):
-                yield Job(row.id if self.samples == 1 else f"{row.id}#{sample}", row, pieces)
-
-    def _finish(self, answers: AnswersFile, jobs: Sequence[Job], skipped: list[str], facts: dict[str, Any]) -> None:
-        by_id = {row["id"]: row for row in answers.rows()}
-        ordered = [by_id[job.id] for job in jobs if job.id in by_id]
-        turns = {job.id: len(job.pieces) for job in jobs}
-        counts = {
-            "conversations": len(ordered),
-            "answers": sum(len(row["assistant_spans"]) for row in ordered),
-            "answer_tokens": sum(end - start for row in ordered for start, end in row["assistant_spans"]),
-            "finish_reasons": dict(Counter(reason for row in ordered for reason in row["finish_reasons"])),
-            "skipped_too_long": skipped,
-            "cut_short_by_context": sum(len(row["assistant_spans"]) < turns[row["id"]] for row in ordered),
-        }
-        answers.finish(ordered, {"counts": counts, **facts, "versions": versions(), "commit": commit(), "command": sys.argv})
+    def _finish(
+        self, answers: AnswersFile, jobs: Sequence[Job], skipped: list[str], set_aside: Sequence[Job], facts: dict[str, Any]
+    ) -> None:
+        ids = [job.id for job in jobs]
+        counts = count_rows(answers.rows(ids), num_turns={job.id: len(job.row.turns) for job in jobs})
+        counts |= {"skipped_too_long": skipped, "set_aside": len(set_aside)}
+        meta = {"counts": counts, **facts, "versions": versions(), "commit": commit(), "command": sys.argv}
+        answers.finish(ids, meta, set_aside=[job.as_prompt_row() for job in set_aside])
         rate = f"{facts['tokens_per_second']:,.0f} tokens/s" if facts["tokens_per_second"] else "nothing was left to generate"
         print(
-            f"{self.output}: {counts['conversations']} conversations, {counts['answers']} answers, {counts['answer_tokens']:,} answer "
-            f"tokens ({counts['finish_reasons']}); {facts['seconds']:.1f} s, {rate}; skipped as longer than the context: {len(skipped)}"
+            f"{answers.output}: {counts['conversations']} conversations, {counts['answers']} answers, {counts['answer_tokens']:,} answer "
+            f"tokens ({counts['finish_reasons']}); {facts['seconds']:.1f} s, {rate}; skipped as longer than the context: {len(skipped)}; "
+            f"duplicates: {facts['duplicates']}"
         )
+        if set_aside:
+            print(
+                f"warning: {len(set_aside)} conversations got no usable answer and stand in {answers.set_aside_path} with the reasons; "
+                "to try them again, give that file to --prompts, with another --output",
+                file=sys.stderr,
+            )
+        if other := counts.get("other_template"):
+            print(
+                f"warning: the server rendered {other} conversations otherwise than the chat template of --base (a mode of thinking, "
+                "a date, another template?). Its tokens were kept; serve with the same settings, or heads will see other text than here",
+                file=sys.stderr,
+            )
 
 
-def _finished_jobs(generator: StaticGenerator, jobs: Sequence[Job]) -> Iterator[Job]:
-    """Runs conversations turn by turn; one whose next turn no longer fits ends there."""
-    by_key = {(job.id, 0): job for job in jobs}
-    for key, job in by_key.items():
-        generator.add(key, job.next_prompt())
-    for answer in generator.run():
-        job = by_key.pop(answer.key)  # type: ignore[call-overload]
-        job.take(answer)
-        answered = len(job.spans)
-        if answered < len(job.pieces) and len(prompt := job.next_prompt()) < generator.room:
-            by_key[(job.id, answered)] = job
-            generator.add((job.id, answered), prompt)
-        else:
-            yield job
-
-
-def _by_capacity(jobs: Sequence[Job], max_new_tokens: int, context: int) -> list[tuple[int, list[Job]]]:
-    """Groups conversations by the room they may need, in powers of two, the largest first: a few long ones
-    must not make every slot large."""
-
-    def need(job: Job) -> int:
-        return sum(map(len, job.pieces)) + max_new_tokens * len(job.pieces)
-
-    groups: dict[int, list[Job]] = defaultdict(list)
-    for job in jobs:
-        capacity = SMALLEST_CAPACITY
-        while capacity < need(job):
-            capacity *= 2
-        groups[capacity].append(job)
-    return [(min(max(map(need, group)), context), group) for _, group in sorted(groups.items(), reverse=True)]
-
-
-def _file_records(paths: Sequence[Path]) -> list[dict[str, str]]:
-    return [{"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} for path in paths]
+def _source_records(sources: Sequence[str]) -> list[dict[str, str]]:
+    return [{"file": short_name(source), "sha256": content_sha256(source)} for source in sources]
 
 
 def _sha256(text: str) -> str:

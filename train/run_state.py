@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from medusa_heads.heads import MedusaHeads
 from medusa_heads.replacing import replacing_folder
 
 
@@ -38,7 +38,7 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    output_dir: Path, step: int, heads: MedusaHeads, optimizer: torch.optim.Optimizer, identity: dict[str, Any], keep: int
+    output_dir: Path, step: int, heads: nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any], keep: int
 ) -> None:
     """Writes checkpoints/step-<step> and deletes all but the newest `keep` up to it.
 
@@ -84,7 +84,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {folder} is damaged ({reason})") from error
 
 
-def restore(checkpoint: Checkpoint, heads: MedusaHeads, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> None:
+def restore(checkpoint: Checkpoint, heads: nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> None:
     """Puts the checkpoint's state into heads and optimizer.
 
     Raises ValueError naming every part of the run that is not what the checkpoint was made with.
@@ -100,7 +100,7 @@ def restore(checkpoint: Checkpoint, heads: MedusaHeads, optimizer: torch.optim.O
     optimizer.load_state_dict(checkpoint.state["optimizer"])
 
 
-def heads_digest(heads: MedusaHeads) -> str:
+def heads_digest(heads: nn.Module) -> str:
     """The start of a SHA-256 over every weight of the heads."""
     digest = hashlib.sha256()
     for name, weight in heads.named_parameters():

@@ -17,6 +17,7 @@ from infer.output_file import write_text
 from infer.sampling import Sampling
 from infer.static_generate import default_batch_size, generate_many
 from train.chat_turns import ChatTurns
+from train.jobs import normalised
 
 MAX_TOKENS = 256
 MIN_CHARACTERS = 8
@@ -29,49 +30,52 @@ def write_self_prompts(
     chat: ChatTurns,
     path: Path,
     *,
-    count: int,
+    indices: Sequence[int],
     seed: int,
     eos_ids: Sequence[int],
     batch_size: int | None,
     like: Sequence[str] = (),
 ) -> dict[str, int]:
-    """Samples `count` user turns at temperature 1 and writes the usable ones to `path` as prompt rows.
+    """Samples one user turn per index at temperature 1 and writes the usable ones to `path` as prompt rows.
 
+    indices: a text depends on its own, the seed and the model, so that shards can write different ones.
     like: user turns, taken in order and again; each new one begins with the first words of one of these,
     a fifth to three fifths of them, so that a narrow domain can be asked for. Returns the counts: kept, and
     dropped by reason. Raises ValueError when none is usable.
     """
     prefix, end_of_turn = chat.before_user_text()
     stops = [*eos_ids] + ([] if end_of_turn is None else [end_of_turn])
-    beginnings = [_beginning(like[index % len(like)], seed, index) if like else "" for index in range(count)]
+    beginnings = [_beginning(like[index % len(like)], seed, index) if like else "" for index in indices]
     prompts = [prefix + chat.tokenizer(text, add_special_tokens=False)["input_ids"] for text in beginnings]
     batch = batch_size or default_batch_size(model, max(map(len, prompts)) + MAX_TOKENS)
     answers = generate_many(
         model,
-        [(f"self-prompt-{index}", prompt) for index, prompt in enumerate(prompts)],
+        [(f"self-prompt-{index}", prompt) for index, prompt in zip(indices, prompts, strict=True)],
         max_new_tokens=MAX_TOKENS,
         eos_ids=stops,
         batch_size=batch,
         sampling=Sampling(temperature=1.0, seed=seed),
     )
-    found = {str(answer.key): answer for answer in tqdm(answers, total=count, desc="self-prompts", unit="prompt")}
+    found = {str(answer.key): answer for answer in tqdm(answers, total=len(indices), desc="self-prompts", unit="prompt")}
     counts: Counter[str] = Counter()
     rows: list[dict[str, Any]] = []
-    seen = {_normalised(text) for text in like}
-    for index in range(count):
+    seen = {normalised(text) for text in like}
+    for index, beginning in zip(indices, beginnings, strict=True):
         answer = found[f"self-prompt-{index}"]
         written = chat.tokenizer.decode(answer.token_ids[:-1] if answer.finish_reason == "eos" else answer.token_ids)
-        text = (beginnings[index] + written).strip()
+        text = (beginning + written).strip()
         reason = "too_long" if answer.finish_reason != "eos" else _reason_to_drop(text, chat.tokenizer, seen)
         counts[reason or "kept"] += 1
         if reason is None:
-            seen.add(_normalised(text))
+            seen.add(normalised(text))
             message = {"role": "user", "content": text}
             rows.append(
                 {"id": f"self-{'like-' if like else ''}{seed}-{index:06d}", "source": SOURCE, "category": SOURCE, "messages": [message]}
             )
     if not rows:
-        raise ValueError(f"--self-prompts {count}: none of the model's own prompts is usable ({dict(counts)}); give --prompts instead")
+        raise ValueError(
+            f"--self-prompts {len(indices)}: none of the model's own prompts is usable ({dict(counts)}); give --prompts instead"
+        )
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return dict(counts)
 
@@ -83,10 +87,6 @@ def _beginning(text: str, seed: int, index: int) -> str:
     return text[: ends[max(0, round(share * len(ends)) - 1)]] if ends else ""
 
 
-def _normalised(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
 def _reason_to_drop(text: str, tokenizer: Any, seen: set[str]) -> str | None:
     if not text:
         return "empty"
@@ -94,4 +94,4 @@ def _reason_to_drop(text: str, tokenizer: Any, seen: set[str]) -> str | None:
         return "broken"
     if len(text) < MIN_CHARACTERS:
         return "too_short"
-    return "duplicate" if _normalised(text) in seen else None
+    return "duplicate" if normalised(text) in seen else None

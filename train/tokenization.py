@@ -8,45 +8,16 @@ template puts behind the content belongs to the turn, a newline after it does no
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import datasets
-import numpy as np
 from jinja2 import TemplateError
 
-from medusa_heads.replacing import scratch_folder
-from train.conversations import Conversation, load_conversations
-
-CACHE_VERSION = 1
-"""Raised with every change here that gives other tokens or masks."""
+from train.conversations import Conversation
 
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-INPUT_FEATURES = datasets.Features(
-    {
-        "id": datasets.Value("string"),
-        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "assistant_spans": datasets.List(datasets.List(datasets.Value("int32"))),
-    }
-)
-OUTPUT_FEATURES = datasets.Features(
-    {
-        "id": datasets.Value("string"),
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "assistant_mask": datasets.List(datasets.Value("bool")),
-        "cut": datasets.Value("bool"),
-        "num_tokens": datasets.Value("int32"),
-        "num_supervised": datasets.Value("int32"),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +26,6 @@ class TokenizedRow:
 
     input_ids: list[int]
     assistant_mask: list[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class DataCounts:
-    """rows: kept; skipped: without any supervised token; cut: at max_length, of all rows read;
-    tokens and supervised_tokens: of the rows kept."""
-
-    rows: int
-    skipped: int
-    cut: int
-    tokens: int
-    supervised_tokens: int
-
-    @property
-    def supervised_rate(self) -> float:
-        return self.supervised_tokens / self.tokens if self.tokens else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rows:,} conversations, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised ({self.supervised_rate:.1%}); "
-            f"{self.cut:,} cut at max_length, {self.skipped:,} skipped without a supervised token"
-        )
-
-
-# ---------------------------------------------------------------- one conversation
 
 
 def tokenize_conversation(conversation: Conversation, tokenizer: Any) -> TokenizedRow:
@@ -207,105 +153,3 @@ def _render(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool = Fa
 def _unused_character(text: str) -> str:
     """A private-use character that `text` does not hold."""
     return next(character for character in map(chr, range(0xE000, 0xF8FF)) if character not in text)
-
-
-# ---------------------------------------------------------------- whole files
-
-
-def tokenize_dataset(
-    paths: Sequence[str | Path],
-    tokenizer: Any,
-    *,
-    max_length: int,
-    limit: int | None = None,
-    cache_dir: Path | None = None,
-    num_proc: int | None = None,
-) -> tuple[datasets.Dataset, DataCounts]:
-    """All conversations of the files, tokenised: a dataset with columns id, input_ids, assistant_mask.
-
-    Conversations longer than max_length are cut at the right; rows without a supervised token are
-    left out. With cache_dir the result is kept there under a hash of everything it depends on.
-    Raises ValueError for unusable files (see load_conversations) and when no row has a supervised token.
-    """
-    if max_length < 2:
-        raise ValueError(f"max_length is {max_length}: it must be at least 2")
-    folder = cache_dir / _cache_key(paths, tokenizer, max_length, limit) if cache_dir is not None else None
-    if folder is not None and folder.exists():
-        return datasets.load_from_disk(str(folder / "rows")), DataCounts(**json.loads((folder / "counts.json").read_text()))
-    conversations = load_conversations(paths, limit=limit)
-    if any(conversation.input_ids is None for conversation in conversations):
-        check_template(tokenizer)
-    rows = _map(conversations, tokenizer, max_length, num_proc)
-    supervised = np.array(rows["num_supervised"])
-    kept = rows.select(np.flatnonzero(supervised))
-    counts = DataCounts(
-        rows=len(kept),
-        skipped=len(rows) - len(kept),
-        cut=sum(rows["cut"]),
-        tokens=sum(kept["num_tokens"]),
-        supervised_tokens=int(supervised.sum()),
-    )
-    if not counts.rows:
-        raise ValueError(_all_masked(paths, counts, max_length))
-    kept = kept.select_columns(["id", "input_ids", "assistant_mask"])
-    if folder is not None:
-        _store(kept, counts, folder)
-        kept = datasets.load_from_disk(str(folder / "rows"))
-    return kept, counts
-
-
-def _map(conversations: list[Conversation], tokenizer: Any, max_length: int, num_proc: int | None) -> datasets.Dataset:
-    source = datasets.Dataset.from_list([asdict(conversation) for conversation in conversations], features=INPUT_FEATURES)
-
-    def tokenize(row: dict[str, Any]) -> dict[str, Any]:
-        tokenized = tokenize_conversation(Conversation(**row), tokenizer)
-        ids, mask = tokenized.input_ids[:max_length], tokenized.assistant_mask[:max_length]
-        counts = {"cut": len(tokenized.input_ids) > max_length, "num_tokens": len(ids), "num_supervised": sum(mask)}
-        return {"id": row["id"], "input_ids": ids, "assistant_mask": mask, **counts}
-
-    return source.map(
-        tokenize,
-        remove_columns=["messages", "assistant_spans"],
-        features=OUTPUT_FEATURES,
-        num_proc=num_proc,
-        load_from_cache_file=False,
-        new_fingerprint=hashlib.sha256(os.urandom(16)).hexdigest()[:16],  # our own cache decides what is the same
-        desc="tokenizing",
-    )
-
-
-def _all_masked(paths: Sequence[str | Path], counts: DataCounts, max_length: int) -> str:
-    names = ", ".join(str(path) for path in paths)
-    if counts.cut:
-        reason = f"{counts.cut} of them were cut at max_length {max_length} before their first answer: raise max_length"
-    else:
-        reason = "their assistant spans are empty: check `assistant_spans` in the rows and what `{% generation %}` encloses in the template"
-    return f"{names}: all labels masked, none of {counts.skipped} conversations has a supervised token; {reason}"
-
-
-def _cache_key(paths: Sequence[str | Path], tokenizer: Any, max_length: int, limit: int | None) -> str:
-    digest = hashlib.sha256(repr((CACHE_VERSION, max_length, limit, tokenizer.chat_template, tokenizer.special_tokens_map)).encode())
-    if getattr(tokenizer, "is_fast", False):
-        digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise ValueError(f"cannot read {path}: no such file")
-        with path.open("rb") as file:
-            digest.update(f"{path.name}:{hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
-    return digest.hexdigest()[:32]
-
-
-def _store(rows: datasets.Dataset, counts: DataCounts, folder: Path) -> None:
-    """Writes to a temporary folder and renames it; another process may have been faster."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with scratch_folder(folder.parent, ".storing-") as scratch:
-            work = scratch / folder.name
-            rows.save_to_disk(str(work / "rows"))
-            (work / "counts.json").write_text(json.dumps(asdict(counts)))
-            try:
-                work.rename(folder)
-            except OSError:
-                assert folder.exists(), f"{folder} could not be written"
-    except OSError as error:
-        raise ValueError(f"cannot write the data cache in {folder.parent}: {error}") from None

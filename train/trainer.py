@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from medusa_heads import base_model
@@ -37,6 +37,7 @@ class _Finished:
     outputs: list[HeadedOutput]
     slot_counts: Tensor
     grad_norms: Tensor
+    adapter_norm: Tensor | None = None
 
 
 class Trainer:
@@ -56,7 +57,7 @@ class Trainer:
         )
         self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
         optimizer = torch.optim.AdamW(
-            model.heads.parameters(),
+            self.parameter_groups(model),
             lr=config.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=config.weight_decay,
@@ -64,12 +65,34 @@ class Trainer:
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.headed: HeadedModel = accelerator.unwrap_model(self.model)
-        self.slot_weights = config.slot_decay ** torch.arange(self.num_heads, device=accelerator.device)
+        decay = config.slot_decay if config.slot_weights == "decay" else 1.0
+        self.slot_weights = decay ** torch.arange(self.num_heads, device=accelerator.device)
         self.tokens_done = 0
 
     @property
     def heads(self) -> MedusaHeads:
         return self.headed.heads
+
+    @property
+    def trained(self) -> nn.Module:
+        """What trains, as checkpoints hold it."""
+        return self.heads
+
+    def parameter_groups(self, model: HeadedModel) -> list[dict[str, Any]]:
+        return [{"params": list(model.heads.parameters())}]
+
+    def learning_rates(self, step: int) -> list[float]:
+        """One for each parameter group."""
+        return [self.learning_rate(step)]
+
+    def forward_options(self, step: int) -> dict[str, Any]:
+        """Further arguments of the model's forward."""
+        return {}
+
+    def clip_gradients(self, step: int) -> Tensor | None:
+        """Before the optimizer steps; returns the gradient norm of what trains besides the heads, if anything."""
+        self.accelerator.clip_grad_norm_(self.heads.parameters(), self.config.max_grad_norm)
+        return None
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the run it continues."""
@@ -137,7 +160,7 @@ class Trainer:
             return 0
         for problem in damaged:
             self.accelerator.print(f"warning: {problem}: going back to {checkpoint.folder.name}", file=sys.stderr)
-        restore(checkpoint, self.heads, self.optimizer.optimizer, self.identity())
+        restore(checkpoint, self.trained, self.optimizer.optimizer, self.identity())
         self.accelerator.print(f"resuming from {checkpoint.folder} at step {checkpoint.step} of {self.num_steps}")
         return checkpoint.step
 
@@ -145,7 +168,7 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             save_checkpoint(
-                Path(self.config.output_dir), step, self.heads, self.optimizer.optimizer, self.identity(), self.config.keep_checkpoints
+                Path(self.config.output_dir), step, self.trained, self.optimizer.optimizer, self.identity(), self.config.keep_checkpoints
             )
 
     def _step(self, step: int, window: list[TrainBatch]) -> _Finished:
@@ -158,21 +181,21 @@ class Trainer:
         accelerator = self.accelerator
         counts_K = accelerator.reduce(window_counts(window).to(accelerator.device), reduction="sum")
         weights_K = self.slot_weights * accelerator.num_processes / counts_K.clamp(min=1)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+        for group, learning_rate in zip(self.optimizer.param_groups, self.learning_rates(step), strict=True):
+            group["lr"] = learning_rate
         outputs = []
         for index, batch in enumerate(window):
             synchronise = accelerator.no_sync(self.model) if index + 1 < len(window) else _nothing()
             with synchronise, accelerator.autocast():
-                output = self.model(**batch.to(accelerator.device).tensors, slot_weights=weights_K)
+                output = self.model(**batch.to(accelerator.device).tensors, slot_weights=weights_K, **self.forward_options(step))
                 accelerator.backward(output.loss)
             output.loss = output.loss.detach()
             outputs.append(output)
         norms_K = torch.stack([_slot_norm(self.heads, k) for k in range(self.num_heads)])
-        accelerator.clip_grad_norm_(self.heads.parameters(), self.config.max_grad_norm)
+        adapter_norm = self.clip_gradients(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return _Finished(step, window, outputs, counts_K, norms_K)
+        return _Finished(step, window, outputs, counts_K, norms_K, adapter_norm)
 
     def _assert_every_head_learns(self, finished: _Finished) -> None:
         learned = zip(finished.grad_norms.tolist(), finished.slot_counts.tolist(), strict=True)
@@ -188,7 +211,8 @@ class Trainer:
                     f"the loss is not finite at step {finished.step + 1}, {self._culprit(batch, pair)}, head "
                     f"{int(batch.tensors['pair_slot'][pair]) + 1}. {self._what_to_do()}"
                 )
-        if not finished.grad_norms.isfinite().all():
+        norms = (finished.grad_norms,) if finished.adapter_norm is None else (finished.grad_norms, finished.adapter_norm)
+        if not all(norm.isfinite().all() for norm in norms):
             raise ValueError(f"the gradient is not finite at step {finished.step + 1}. {self._what_to_do()}")
 
     def _what_to_do(self) -> str:
@@ -208,24 +232,33 @@ class Trainer:
                 return f"in conversation {name!r} (the base model's own hidden states are not finite)"
         return f"in a row of conversations {', '.join(repr(name) for name, _ in documents)}"
 
+    def further_figures(self, history: list[_Finished]) -> dict[str, float]:
+        """What is logged besides the heads' own figures."""
+        return {}
+
     def _log(self, history: list[_Finished], bar: Any) -> None:
         """Means over the steps since the last log line, over all processes."""
         outputs = [output for finished in history for output in finished.outputs]
-        sums_KX = torch.stack([torch.cat([o.slot_loss_K[:, None], o.slot_hits_KT], 1) for o in outputs]).sum(0)
+        sums_KX = torch.stack([torch.cat([o.slot_loss_K[:, None], o.slot_overlap_K[:, None], o.slot_hits_KT], 1) for o in outputs]).sum(0)
         counts_K = torch.stack([finished.slot_counts for finished in history]).sum(0)
         per_slot = (self.accelerator.reduce(sums_KX, reduction="sum") / counts_K.clamp(min=1)[:, None]).tolist()
         self.tokens_done += int(counts_K[0])
-        figures = {"loss": sum(row[0] * w for row, w in zip(per_slot, self.slot_weights.tolist(), strict=True))}
-        figures |= {
+        loss = self.accelerator.reduce(torch.stack([output.loss for output in outputs]).sum(), reduction="mean") / len(history)
+        figures = {
+            "loss": loss.item(),
             "learning_rate": self.learning_rate(history[-1].step),
             "response_tokens_per_second": self.tokens_done / (time.perf_counter() - self.started),
         }
-        for k, (loss, *hits) in enumerate(per_slot, start=1):
-            figures |= {f"slot{k}/loss": loss, f"slot{k}/grad_norm": history[-1].grad_norms[k - 1].item()}
+        for k, (slot_loss, slot_overlap, *hits) in enumerate(per_slot, start=1):
+            figures |= {f"slot{k}/loss": slot_loss, f"slot{k}/grad_norm": history[-1].grad_norms[k - 1].item()}
+            if self.headed.objective.needs_teacher:
+                figures[f"slot{k}/overlap"] = slot_overlap
             figures |= {f"slot{k}/top{n}": hit for n, hit in zip(TOP, hits, strict=True)}
+        figures |= self.further_figures(history)
         self.accelerator.log(figures, step=history[-1].step + 1)
-        top1 = " ".join(f"{row[1]:.2f}" for row in per_slot)
-        bar.set_postfix_str(f"loss {figures['loss']:.3f} top1 {top1} {figures['response_tokens_per_second']:.0f} tok/s")
+        top1 = " ".join(f"{row[2]:.2f}" for row in per_slot)
+        overlap = " overlap " + " ".join(f"{row[1]:.2f}" for row in per_slot) if self.headed.objective.needs_teacher else ""
+        bar.set_postfix_str(f"loss {figures['loss']:.3f} top1 {top1}{overlap} {figures['response_tokens_per_second']:.0f} tok/s")
 
 
 def _slot_norm(heads: MedusaHeads, slot: int) -> Tensor:

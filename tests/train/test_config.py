@@ -8,7 +8,9 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from train.config import TrainConfig, parse_config, yaml_arguments
+from train.command_line import parse_command, yaml_arguments
+from train.config import TrainConfig, parse_config
+from train.draft_model_config import DraftModelConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAIN_FILES = sorted((CONFIGS / "train").glob("*.yaml"))
@@ -26,7 +28,8 @@ def test_there_are_shipped_files() -> None:
 
 @pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: path.name)
 def test_every_shipped_training_file_means_what_it_says(path: Path) -> None:
-    config = parse_config(["--config", str(path)])
+    command = DraftModelConfig if "draft_model" in path.name else TrainConfig
+    config = parse_command(command, ["--config", str(path)], prog="train")
     for name, value in yaml.safe_load(path.read_text()).items():
         assert getattr(config, name) == value
 
@@ -102,7 +105,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        yaml_arguments(write(tmp_path, text))
+        yaml_arguments(TrainConfig, write(tmp_path, text))
 
 
 def test_a_missing_file_is_refused() -> None:
@@ -116,12 +119,24 @@ def test_a_missing_file_is_refused() -> None:
     ("name", "value"),
     [
         *(("num_heads", 0), ("epochs", 0), ("max_steps", 0), ("held_out", -1), ("slot_decay", 0.0), ("learning_rate", 0.0)),
-        *(("max_grad_norm", 0.0), ("max_grad_norm", -1.0), ("weight_decay", -0.1), ("num_workers", -1), ("limit", 0)),
+        *(("max_grad_norm", 0.0), ("max_grad_norm", -1.0), ("lk_eta", -1.0), ("weight_decay", -0.1), ("num_workers", -1), ("limit", 0)),
         *(("seed", -1), ("seed", 2**32)),
     ],
 )
 def test_impossible_values_name_their_option(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{name}"):
+        TrainConfig(output_dir="out", data=["a.jsonl"], **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("objective", "ce_l2", "objective: unknown 'ce_l2' \\(did you mean 'ce_l1'\\?\\); known are ce, kl, tv, lk, ce_l1"),
+        ("slot_weights", "dpace", "slot_weights: unknown 'dpace' \\(did you mean 'd_pace'\\?\\); known are decay, uniform, d_pace"),
+    ],
+)
+def test_unknown_names_bring_a_suggestion(name: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TrainConfig(output_dir="out", data=["a.jsonl"], **{name: value})  # type: ignore[arg-type]
 
 

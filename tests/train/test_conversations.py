@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from train.conversations import load_conversations
+from train.conversations import Conversation, read_conversations
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -20,6 +20,10 @@ def write(path: Path, *rows: Any) -> Path:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def load_conversations(*arguments: Any, **options: Any) -> list[Conversation]:
+    return list(read_conversations(*arguments, **options))
 
 
 def test_rows_keep_their_id_and_get_file_and_line_without_one(tmp_path: Path) -> None:

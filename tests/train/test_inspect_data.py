@@ -10,7 +10,7 @@ import pytest
 from medusa_heads.cli import main
 from tests.tiny_models import tiny_tokenizer
 from train.inspect_data import marked_text
-from train.tokenization import tokenize_dataset
+from train.tokenized_data import tokenize_dataset
 
 ROW = {
     "id": "greeting [b]",

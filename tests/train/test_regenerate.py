@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import hashlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +18,9 @@ from medusa_heads.lock import lock_output
 from tests.tiny_models import TURN_END, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from train import regenerate
 from train.answers_file import AnswersFile
-from train.chat_turns import ChatTurns
-from train.conversations import load_conversations
+from train.chat_turns import ChatTurns, join
+from train.conversations import read_conversations
+from train.jobs import Job
 from train.regenerate import Regenerate
 from train.tokenization import tokenize_conversation
 
@@ -65,7 +69,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def command(base: str, output: Path, *prompts: Path, **options: Any) -> Regenerate:
     defaults: dict[str, Any] = {"max_new_tokens": 12, "device": "cpu", "batch_size": 3}
-    return Regenerate(base=base, output=output, prompts=prompts, **(defaults | options))
+    return Regenerate(base=base, output=output, prompts=tuple(map(str, prompts)), **(defaults | options))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -114,12 +118,12 @@ def test_end_of_turn_is_never_doubled(base: str) -> None:
     pieces = chat.pieces([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]])
     assert pieces[1][0] == TURN_END
     closed, open_ended = [*pieces[0], 50, TURN_END], [*pieces[0], 50]
-    assert regenerate.join(closed, pieces[1]) == regenerate.join(open_ended, pieces[1])
+    assert join(closed, pieces[1]) == join(open_ended, pieces[1])
 
 
 def test_the_output_is_training_data(base: str, prompts: Path, tmp_path: Path) -> None:
     command(base, tmp_path / "out.jsonl", prompts).run()
-    for conversation, row in zip(load_conversations([tmp_path / "out.jsonl"]), read(tmp_path / "out.jsonl"), strict=True):
+    for conversation, row in zip(read_conversations([tmp_path / "out.jsonl"]), read(tmp_path / "out.jsonl"), strict=True):
         tokens = tokenize_conversation(conversation, tiny_tokenizer())
         assert tokens.input_ids == row["input_ids"]
         assert sum(tokens.assistant_mask) == sum(end - start for start, end in row["assistant_spans"])
@@ -199,13 +203,13 @@ def test_killed_and_continued_equals_uninterrupted(
     assert kept.endswith(torn) and kept.count(b"\n") == 4
 
     answered: list[str] = []
-    take = regenerate.Job.take
+    take = Job.take
 
-    def take_noted(self: regenerate.Job, answer: Any) -> None:
+    def take_noted(self: Job, *arguments: Any) -> None:
         answered.append(self.id)
-        take(self, answer)
+        take(self, *arguments)
 
-    monkeypatch.setattr(regenerate.Job, "take", take_noted)
+    monkeypatch.setattr(Job, "take", take_noted)
     command(base, tmp_path / "out.jsonl", prompts, **options).run()
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not (tmp_path / "out.jsonl.partial").exists()
@@ -268,6 +272,87 @@ def test_a_foreign_output_is_not_overwritten(base: str, prompts: Path, tmp_path:
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
+# ---------------------------------------------------------------- parts, duplicates, mixtures
+
+
+def test_shards_together_are_the_whole_and_resume_alone(base: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command(base, tmp_path / "whole.jsonl.gz", prompts).run()
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        kill_after(1, patch)
+        command(base, tmp_path / "out.jsonl.gz", prompts, shard="0/2").run()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        command(base, tmp_path / "out.jsonl.gz", prompts).run()
+    parts = sorted(tmp_path.glob("out-0*.gz"))
+    assert [part.name for part in parts] == ["out-00000-of-00002.jsonl.gz", "out-00001-of-00002.jsonl.gz"]
+    rows = [read(part) for part in parts]
+    whole = read(tmp_path / "whole.jsonl.gz")
+    assert all(rows) and sorted(rows[0] + rows[1], key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
+    assert sorted(c.id for c in read_conversations(parts)) == sorted(row["id"] for row in whole)
+    with pytest.raises(ValueError, match="shard 0 of 99 holds none of the 7 prompts"):
+        command(base, tmp_path / "out.jsonl.gz", prompts, shard="0/99").run()
+
+
+def test_own_prompts_are_shared_out_too(talkative: str, tmp_path: Path) -> None:
+    for shard in ("0/1", "0/2", "1/2"):
+        command(talkative, tmp_path / "out.jsonl", self_prompts=30, batch_size=8, shard=shard).run()
+    parts = [read(path) for path in sorted(tmp_path.glob("out-0000?-of-00002.jsonl"))]
+    ids = [row["id"] for part in parts for row in part]
+    assert len(parts) == 2 and all(parts) and len(set(ids)) == len(ids)
+    assert {row["id"] for row in read(tmp_path / "out.jsonl")} <= set(ids), "what is new within a shard may be old in the whole"
+
+
+def test_the_same_prompt_is_answered_once_and_counted(base: str, prompts: Path, tmp_path: Path) -> None:
+    again = write(tmp_path / "again.jsonl", [{"id": "z", "messages": [{"role": "user", "content": " The CAT  sat"}]}])
+    command(base, tmp_path / "out.jsonl", prompts, again).run()
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [prompt["id"] for prompt in PROMPTS]
+    assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["duplicates"] == 1
+
+
+def test_greedy_and_sampled_answers_in_one_file(base: str, prompts: Path, tmp_path: Path) -> None:
+    command(base, tmp_path / "greedy.jsonl", prompts).run()
+    command(base, tmp_path / "sampled.jsonl", prompts, temperature=1.0).run()
+    command(base, tmp_path / "mixed.jsonl", prompts, temperature=1.0, sampled_share=0.5).run()
+    greedy, sampled, mixed = (read(tmp_path / f"{name}.jsonl") for name in ("greedy", "sampled", "mixed"))
+    assert {row["temperature"] for row in mixed} == {0.0, 1.0}
+    assert mixed == [s if row["temperature"] else g for g, s, row in zip(greedy, sampled, mixed, strict=True)]
+
+
+def test_the_manifest_tells_the_file_and_its_contents(base: str, prompts: Path, tmp_path: Path) -> None:
+    command(base, tmp_path / "out.jsonl.gz", prompts).run()
+    manifest, rows = json.loads((tmp_path / "out.jsonl.gz.meta.json").read_text()), read(tmp_path / "out.jsonl.gz")
+    assert manifest["file"] == "out.jsonl.gz" and manifest["sha256"] == hashlib.sha256((tmp_path / "out.jsonl.gz").read_bytes()).hexdigest()
+    assert manifest["counts"]["conversations"] == len(rows) and manifest["counts"]["tokens"] == sum(len(row["input_ids"]) for row in rows)
+    assert manifest["counts"]["tokens_from"] == {"model": len(rows)} and manifest["settings"]["shard"] == "0/1"
+
+
+def test_a_full_disk_is_explained_and_leaves_what_was_finished(
+    base: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(base, tmp_path / "whole.jsonl", prompts).run()
+    write_row = AnswersFile._write
+
+    class FullDisk(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write_to_full_disk(self: AnswersFile, row: dict[str, Any]) -> None:
+        if len(self.done) == 3:
+            self._file = FullDisk()
+        write_row(self, row)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match=r"--output .*No space left.*make room; the same command continues"),
+    ):
+        patch.setattr(AnswersFile, "_write", write_to_full_disk)
+        command(base, tmp_path / "out.jsonl", prompts).run()
+    assert not (tmp_path / "out.jsonl").exists()
+    command(base, tmp_path / "out.jsonl", prompts).run()
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
 # ---------------------------------------------------------------- refused
 
 
@@ -318,11 +403,14 @@ def test_a_turn_the_template_refuses_is_named(prompts: Path, tmp_path: Path) -> 
     [
         ({"samples": 2}, "--samples 2"),
         ({"samples": 0}, "--samples 0"),
+        ({"sampled_share": 0.5}, "--sampled-share with --temperature 0"),
+        ({"sampled_share": 0.0, "temperature": 1.0}, r"--sampled-share 0.0 is not in \(0, 1\]"),
+        ({"shard": "2/2"}, "--shard 2/2: write I/N"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"limit": 0}, "--limit 0"),
         ({"self_prompts": -1}, "--self-prompts -1: it must be 0 or more"),
-        ({"self_prompts_like": (Path("like.jsonl"),)}, "--self-prompts is 0"),
+        ({"self_prompts_like": ("like.jsonl",)}, "--self-prompts is 0"),
         ({"top_p": 0.0}, "--top-p"),
         ({"device": "tpu?"}, "--device"),
     ],
@@ -382,7 +470,7 @@ def test_self_prompts_like_given_ones(talkative: str, tmp_path: Path) -> None:
     examples = ["one two three four five six seven eight nine ten", "the cat sat on the mat and the dog ran to the house"]
     like = write(tmp_path / "like.jsonl", [{"messages": [{"role": "user", "content": text}]} for text in examples])
     output = tmp_path / "o.jsonl"
-    command(talkative, output, self_prompts=40, batch_size=16, self_prompts_like=(like,)).run()
+    command(talkative, output, self_prompts=40, batch_size=16, self_prompts_like=(str(like),)).run()
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     beginnings = set()
     for row in rows:

@@ -91,7 +91,7 @@ def test_accumulation_equals_one_large_batch(tmp_path: Path) -> None:
     assert_same_run(result(large), result(small), 1e-5)
 
 
-def launch(tmp_path: Path, name: str, num_processes: int, **options: int) -> dict[str, Any]:
+def launch(tmp_path: Path, name: str, num_processes: int, **options: int | str) -> dict[str, Any]:
     out = tmp_path / f"{name}.pt"
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_processes), *rendezvous, "-m"]
@@ -109,10 +109,11 @@ def launch(tmp_path: Path, name: str, num_processes: int, **options: int) -> dic
 
 
 @pytest.mark.distributed
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    two = launch(tmp_path, "two", 2, batch_size=2)
+@pytest.mark.parametrize("options", [{}, {"objective": "lk", "slot_weights": "d_pace"}], ids=["ce-decay", "lk-d_pace"])
+def test_two_processes_equal_one(tmp_path: Path, options: dict[str, Any]) -> None:
+    two = launch(tmp_path, "two", 2, batch_size=2, **options)
     assert two["num_processes"] == 2 and "MULTI_CPU" in two["distributed_type"], "the run was not distributed"
-    one = make_trainer(tmp_path / "one", batch_size=4)
+    one = make_trainer(tmp_path / "one", batch_size=4, **options)
     one.train()
     assert_same_run(two, result(one), 1e-5)
 
@@ -163,6 +164,8 @@ def test_resume_refuses_another_run_and_says_what_changed(tmp_path: Path) -> Non
         make_trainer(tmp_path, save_every=2, learning_rate=0.02).train()
     with pytest.raises(ValueError, match="data_content was"):
         make_trainer(tmp_path, save_every=2, dataset=rows(seed=5)).train()
+    with pytest.raises(ValueError, match=r"lk_eta was 10\.0, is 3\.0; objective was 'ce', is 'lk'; slot_weights was 'decay', is 'd_pace'"):
+        make_trainer(tmp_path, save_every=2, objective="lk", lk_eta=3.0, slot_weights="d_pace").train()
 
 
 def damage_state(folder: Path, kept: int) -> None:
@@ -284,6 +287,28 @@ def test_nan_names_the_conversation_and_keeps_the_checkpoint(tmp_path: Path) -> 
     for folder in checkpoint_folders(tmp_path):
         state = torch.load(folder / "state.pt")
         assert all(t.isfinite().all() for t in state["heads"].values())
+
+
+@pytest.mark.parametrize("objective", ["ce", "kl"])
+def test_the_log_holds_the_trained_loss_and_the_overlap(tmp_path: Path, objective: str) -> None:
+    """loss: what is optimised, slot weights included; overlap: a share, where the objective knows the base's law."""
+    trainer = make_trainer(tmp_path, objective=objective, slot_weights="uniform", max_steps=2)
+    logged: list[dict[str, float]] = []
+    trainer.accelerator.log = lambda figures, step: logged.append(figures)  # type: ignore[method-assign]
+    trainer.train()
+    for figures in logged:
+        assert figures["loss"] == pytest.approx(sum(figures[f"slot{k}/loss"] for k in (1, 2, 3)), rel=1e-5)
+        overlaps = [figures[f"slot{k}/overlap"] for k in (1, 2, 3) if f"slot{k}/overlap" in figures]
+        assert len(overlaps) == (3 if objective == "kl" else 0) and all(0 < overlap < 1 for overlap in overlaps)
+
+
+@pytest.mark.parametrize("objective", ["kl", "tv", "lk", "ce_l1"])
+def test_every_divergence_trains_towards_the_base(tmp_path: Path, objective: str) -> None:
+    trainer = make_trainer(tmp_path, objective=objective, epochs=12)
+    overlaps: list[float] = []
+    trainer.accelerator.log = lambda figures, step: overlaps.append(figures["slot1/overlap"])  # type: ignore[method-assign]
+    trainer.train()
+    assert overlaps[-1] > overlaps[0] + 0.03
 
 
 def test_overfits_a_few_samples(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from medusa_heads.heads import create_heads
 from tests.tiny_models import tiny_model
 from train.config import TrainConfig
 from train.headed_model import HeadedModel
+from train.objectives import Objective
 from train.packing import PackedDataset
 from train.trainer import Trainer
 
@@ -45,7 +46,8 @@ def make_trainer(
     if seed_heads is not None:
         torch.nn.init.normal_(heads.weight, std=0.1, generator=torch.Generator().manual_seed(seed_heads))
     packed = PackedDataset(dataset if dataset is not None else rows(), pack_length=PACK_LENGTH, num_heads=config.num_heads)
-    trainer = Trainer(config, HeadedModel(base, heads), packed, Accelerator(cpu=True))
+    headed = HeadedModel(base, heads, objective=Objective(config.objective, config.lk_eta), d_pace=config.slot_weights == "d_pace")
+    trainer = Trainer(config, headed, packed, Accelerator(cpu=True))
     trainer.losses = []  # type: ignore[attr-defined]
     trainer.accelerator.log = lambda figures, step: trainer.losses.append(figures["loss"])  # type: ignore[attr-defined,method-assign]
     return trainer
@@ -61,7 +63,7 @@ def result(trainer: Trainer) -> dict[str, Any]:
 
 
 def main(out: str, folder: str, *pairs: str) -> None:
-    options: dict[str, Any] = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
+    options: dict[str, Any] = {key: int(value) if value.isdigit() else value for key, value in (pair.split("=") for pair in pairs)}
     trainer = make_trainer(Path(folder), **options)
     trainer.train()
     if trainer.accelerator.is_main_process:

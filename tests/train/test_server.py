@@ -1,0 +1,167 @@
+"""One answer of a server that times out, fails, answers garbage, or cuts its answers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import requests
+
+from infer.sampling import Sampling
+from tests.train.fake_server import Body, Reply, completion, serving
+from train.server import ChatServer, Unanswered, base_url
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+GOOD = completion("Hello")
+
+
+def client(url: str, **options: Any) -> ChatServer:
+    return ChatServer(url, "m", **({"num_tokens": 100, "attempts": 3, "backoff": 0.001, "timeout": 5.0} | options))
+
+
+def ask(server: ChatServer, sampling: Sampling | None = None) -> Any:
+    return server.answer(MESSAGES, sampling=sampling or Sampling(), max_tokens=7, seed=5)
+
+
+def test_what_is_asked_and_what_is_kept() -> None:
+    exact = completion("Hello", finish_reason="length", prompt_ids=[1, 2], token_ids=[3, 4])
+    with serving(lambda *_: exact, models={"data": [{"id": "m", "max_model_len": 64}]}) as fake:
+        server = client(fake.url, api_key="secret")
+        answer = ask(server)
+        ask(server, Sampling(temperature=0.5, top_p=0.9, top_k=3))
+    assert (answer.text, answer.finish_reason, answer.token_ids, answer.prompt_ids) == ("Hello", "length", [3, 4], [1, 2])
+    assert server.context == 64 and server.url == fake.url + "/v1"
+    (greedy, key), (sampled, _) = fake.requests
+    assert key == "Bearer secret"
+    common = {"model": "m", "messages": MESSAGES, "max_tokens": 7, "stream": False, "return_token_ids": True}
+    assert greedy == common | {"temperature": 0.0, "top_p": 1.0}
+    assert sampled == common | {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "seed": 5}
+
+
+BAD_REPLIES: list[tuple[Any, str]] = [
+    (Reply({"error": "busy"}, 503), "status 503"),
+    (Reply({"error": "slow down"}, 429), "status 429"),
+    (Reply(b"", drop=True), "the connection failed"),
+    (Reply(GOOD.data, cut=9), "the connection failed"),
+    (Reply(b'{"choices": [{"mess'), "garbage: broken JSON"),
+    (Reply(b"[" * 200_000), "garbage: broken JSON"),
+    (Reply(b"\xff"), "garbage: broken JSON"),
+    (Reply([1]), "garbage: no choices"),
+    (Reply({}), "garbage: no choices"),
+    (Reply({"choices": []}), "garbage: no choices"),
+    (Reply({"choices": {"0": "x"}}), "garbage: no choices"),
+    (Reply({"choices": [{"finish_reason": "stop"}]}), "garbage: no choices with a message"),
+    (completion(7), "garbage: the content is of type int"),
+    (completion([{"type": "text", "text": "x"}]), "garbage: the content is of type list"),
+    (completion("x", finish_reason=None), "garbage: finish_reason None"),
+    (completion("x", finish_reason=["stop"]), "garbage: finish_reason"),
+    (completion("x", finish_reason="content_filter"), "garbage: finish_reason 'content_filter'"),
+    (completion(""), "garbage: an empty answer"),
+    (completion(" \n"), "garbage: an empty answer"),
+    (completion(None), "garbage: an empty answer"),
+    (completion("\ufffd\ufffd", finish_reason="length"), "garbage: an empty answer"),
+    (completion("\ud800"), "garbage: the answer holds half a surrogate pair"),
+    (completion("x", token_ids=[]), "garbage: token_ids is no list of token ids"),
+    (completion("x", token_ids=[1, True]), "garbage: token_ids is no list of token ids"),
+    (completion("x", token_ids=[1, -1]), "garbage: token_ids is no list of token ids"),
+    (completion("x", token_ids="12"), "garbage: token_ids is no list of token ids"),
+    (completion("x", token_ids=[1, 100]), "garbage: token_ids holds 100, but the tokenizer of --base has 100 tokens"),
+    (completion("x", token_ids=[1], prompt_ids=[1.5]), "garbage: prompt_token_ids is no list"),
+    (Reply({"choices": [{"message": {"content": "x", "reasoning": "so"}, "finish_reason": "stop"}]}), "without reasoning and tool parsers"),
+]
+
+
+@pytest.mark.parametrize(("reply", "reason"), BAD_REPLIES, ids=[f"{i}-{reason}" for i, (_, reason) in enumerate(BAD_REPLIES)])
+def test_bad_replies_are_tried_again_and_never_kept(reply: Reply, reason: str) -> None:
+    with serving(lambda body, before: reply if before < 2 else GOOD) as fake:
+        assert ask(client(fake.url)).text == "Hello" and len(fake.requests) == 3
+        with pytest.raises(Unanswered) as caught:
+            fake.requests.clear()
+            ask(client(fake.url, attempts=2))
+        assert reason in str(caught.value) and str(caught.value).endswith("(2 attempts)") and len(fake.requests) == 2
+
+
+def test_a_server_that_says_nothing_times_out() -> None:
+    def respond(body: Body, before: int) -> Reply:
+        time.sleep(0 if before else 0.5)
+        return GOOD
+
+    with serving(respond) as fake:
+        assert ask(client(fake.url, timeout=0.1)).text == "Hello" and len(fake.requests) == 2
+        fake.requests.clear()
+        with pytest.raises(Unanswered, match=r"no answer within 0\.1 seconds \(1 attempts\)"):
+            ask(client(fake.url, timeout=0.1, attempts=1))
+
+
+def test_waiting_grows_and_heeds_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    headers = [{}, {}, {"Retry-After": "17"}, {"Retry-After": "9999"}, {"Retry-After": "Sat, 28 Nov 2026 00:00:00 GMT"}, {}]
+    with serving(lambda body, before: Reply({}, 503, headers[before]) if before < 6 else GOOD) as fake:
+        ask(client(fake.url, attempts=7, backoff=1.0))
+    assert all(2**i / 2 <= waits[i] <= 2**i for i in (0, 1, 4, 5)) and waits[2:4] == [17.0, 60.0]
+
+
+def test_a_cut_answer_is_kept_as_such() -> None:
+    with serving(lambda *_: completion("Hello wor\ufffd", finish_reason="length")) as fake:
+        answer = ask(client(fake.url))
+    assert (answer.text, answer.finish_reason) == ("Hello wor", "length")
+
+
+def test_a_server_without_token_ids_is_asked_without() -> None:
+    def respond(body: Body, before: int) -> Reply:
+        return Reply({"error": "Unrecognized request argument: return_token_ids"}, 400) if "return_token_ids" in body else GOOD
+
+    with serving(respond) as fake:
+        server = client(fake.url)
+        ask(server)
+        ask(server)
+    assert ["return_token_ids" in body for body, _ in fake.requests] == [True, False, False]
+
+
+def test_a_refusal_is_not_repeated() -> None:
+    with serving(lambda *_: Reply({"message": "maximum context length is 64 tokens"}, 400)) as fake, pytest.raises(Unanswered) as caught:
+        ask(client(fake.url))
+    assert caught.value.is_too_long and len(fake.requests) == 1
+    with (
+        serving(lambda *_: Reply({"message": "roles must alternate"}, 400)) as fake,
+        pytest.raises(Unanswered, match="alternate") as caught,
+    ):
+        ask(client(fake.url))
+    assert not caught.value.is_too_long
+
+
+@pytest.mark.parametrize(
+    ("status", "option"), [(401, "--server-key-env"), (403, "--server-key-env"), (404, "check --server"), (405, "--server")]
+)
+def test_what_no_request_can_mend_names_its_option(status: int, option: str) -> None:
+    with serving(lambda *_: Reply({"error": "no"}, status)) as fake, pytest.raises(ValueError, match=option):
+        ask(client(fake.url))
+
+
+def test_the_server_is_checked_before_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(lambda *_: GOOD, models={"data": [{"id": "other"}]}) as fake, pytest.raises(ValueError, match="it has other"):
+        client(fake.url)
+    with serving(lambda *_: GOOD, models={"data": "?"}) as fake:
+        assert client(fake.url).context is None
+    with pytest.raises(ValueError, match=r"--server .* cannot be reached"):
+        client("http://127.0.0.1:9/v1")
+
+
+def test_no_key_is_taken_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests.sessions, "get_netrc_auth", lambda *_: ("user", "password"))
+    with serving(lambda *_: GOOD) as fake:
+        ask(client(fake.url))
+    assert fake.requests[0][1] is None
+
+
+def test_addresses() -> None:
+    assert base_url("http://h:8000") == base_url("http://h:8000/v1/") == base_url("http://h:8000/v1/chat/completions") == "http://h:8000/v1"
+    assert base_url("https://h/openai/v1") == "https://h/openai/v1"
+    for bad in ("h:8000", "localhost", "ftp://h", "http://"):
+        with pytest.raises(ValueError, match="--server"):
+            base_url(bad)
+    with pytest.raises(ValueError, match="--server-key-env") as caught:
+        base_url("http://me:secret@h")
+    assert "secret" not in str(caught.value)
