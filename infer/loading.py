@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from infer.auto_tree import choose_tree
 from infer.drafters import Drafter, NoDrafter
 from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.heads import HeadsDrafter
@@ -17,7 +16,8 @@ from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.tree import Tree
 from infer.tree_spec import BeamTree, parse_tree, tuned_tree
-from infer.tuned_check import tuned_engine
+from infer.tune.auto_tree import choose_tree
+from infer.tune.tuned_check import tuned_engine
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
 

@@ -15,8 +15,8 @@ COMMANDS = {
     "regenerate": ("train.regenerate:Regenerate", "let the base model answer prompts (or write its own first)"),
     "generate": ("infer.commands:Generate", "answer one prompt"),
     "chat": ("infer.commands:Chat", "talk to the model, turn by turn"),
-    "bench": ("infer.bench:Bench", "compare drafters with the base model on the same prompts"),
-    "tree": ("infer.tune_tree:TuneTree", "choose the fastest tree for these heads on this machine and store it with them"),
+    "bench": ("infer.bench.command:Bench", "compare drafters with the base model on the same prompts"),
+    "tree": ("infer.tune.tune_tree:TuneTree", "choose the fastest tree for these heads on this machine and store it with them"),
     "export": ("medusa_heads.formats.export:Export", "write heads in another engine's format"),
 }
 

@@ -27,10 +27,9 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
-from infer.auto_tree import expected_length as expected_beam_length
-from infer.bench_figures import tokens_per_second
-from infer.bench_measure import Answer, make_batches, measure
-from infer.bench_rows import Decoding, GeneratorRow
+from infer.bench.figures import tokens_per_second
+from infer.bench.measure import Answer, make_batches, measure
+from infer.bench.rows import Decoding, GeneratorRow
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.hardware import hardware
@@ -40,7 +39,8 @@ from infer.prompts import encode_chat, load_prompts
 from infer.tree import Tree
 from infer.tree_builders import expected_length
 from infer.tree_spec import parse_tree
-from infer.tuned_check import engine_name
+from infer.tune.auto_tree import expected_length as expected_beam_length
+from infer.tune.tuned_check import engine_name
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, save_heads
 from medusa_heads.config import HeadsConfig

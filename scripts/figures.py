@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
-from infer.bench import Bench
+from infer.bench.command import Bench
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.hardware import hardware

@@ -23,14 +23,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
-from infer.cells import run_cells
 from infer.drafters.heads import HeadsDrafter
-from infer.exactness import check_answer, plain_answers
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.output_file import write_text
 from infer.prompts import Prompt, encode_chat
-from infer.proof import load_in_float32, prompts_in_turn, settings_of
+from infer.proof.cells import run_cells
+from infer.proof.exactness import check_answer, plain_answers
+from infer.proof.setup import load_in_float32, prompts_in_turn, settings_of
 from infer.tree_spec import parse_tree
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint

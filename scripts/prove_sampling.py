@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from infer.cells import run_cells
 from infer.drafters.heads import HeadsDrafter
-from infer.expected_length import Law, RecordingDrafter, compare, expected_lengths
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.output_file import write_text
 from infer.prompts import encode_chat
-from infer.proof import load_in_float32, prompts_in_turn, settings_of
+from infer.proof.cells import run_cells
+from infer.proof.expected_length import Law, RecordingDrafter, compare, expected_lengths
+from infer.proof.setup import load_in_float32, prompts_in_turn, settings_of
 from infer.tree_spec import parse_tree
 from infer.verifiers import VerifierChoice
 from medusa_heads import base_model

@@ -1,6 +1,6 @@
 """Trained heads on held-out answers of the base -> rank accuracies and expected acceptance lengths.
 
-Needs one base forward per row of packed answers; infer/expected_acceptance.py says what the figures are.
+Needs one base forward per row of packed answers; infer/tune/expected_acceptance.py says what the figures are.
 """
 
 # R positions, K heads, V vocabulary
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from infer.expected_acceptance import Measured, measure_positions
+from infer.tune.expected_acceptance import Measured, measure_positions
 from medusa_heads import base_model
 from train.headed_model import HeadedModel
 from train.packing import PackedDataset, collate

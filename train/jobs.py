@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.sampling import Sampling
+from infer.static.sampling import Sampling
 from train.chat_turns import ChatTurns, join
 from train.prompt_rows import PromptRow
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from infer.sampling import Sampling
-from infer.static_generate import StaticGenerator, default_batch_size
+from infer.static.sampling import Sampling
+from infer.static.static_generate import StaticGenerator, default_batch_size
 from medusa_heads import base_model
 from train.jobs import Job
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from infer.loading import pick_device
 from infer.output_file import remove_leftovers
-from infer.sampling import Sampling
+from infer.static.sampling import Sampling
 from medusa_heads import base_model
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.versions import commit, versions

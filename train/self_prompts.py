@@ -14,8 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer.output_file import write_text
-from infer.sampling import Sampling
-from infer.static_generate import default_batch_size, generate_many
+from infer.static.sampling import Sampling
+from infer.static.static_generate import default_batch_size, generate_many
 from train.chat_turns import ChatTurns
 from train.jobs import normalised
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import requests
 
 from infer.prompts import check_whole_characters
-from infer.sampling import Sampling
+from infer.static.sampling import Sampling
 
 ENDPOINT = "/chat/completions"
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 600.0  # seconds; the answer of a large model arrives in one piece

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer import auto_tree, loading
-from infer.auto_tree import TreeChoice
+from infer import loading
 from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.engine import packed_linear
@@ -19,6 +18,8 @@ from infer.generate import Generator
 from infer.hardware import hardware
 from infer.loading import load_with_tree
 from infer.tree_spec import TUNED_FILE, BeamTree
+from infer.tune import auto_tree
+from infer.tune.auto_tree import TreeChoice
 from medusa_heads.checkpoint import save_heads
 from tests.infer.test_generate import answers_of, prompts
 from tests.random_heads import random_heads

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from infer.candidates import Candidates
-from infer.exactness import check_answer, plain_answers, wrong_end
 from infer.generate import Generator
+from infer.proof.exactness import check_answer, plain_answers, wrong_end
 from infer.target import GreedyTarget
 from infer.verify import Verification
 from medusa_heads.checkpoint import save_heads

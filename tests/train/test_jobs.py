@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.sampling import Sampling
+from infer.static.sampling import Sampling
 from tests.tiny_models import tiny_tokenizer
 from train.chat_turns import ChatTurns
 from train.jobs import Shard, make_jobs, pick_shard, without_duplicates

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 
-from infer.sampling import Sampling
+from infer.static.sampling import Sampling
 from tests.train.fake_server import Body, Reply, completion, serving
 from train.server import ChatServer, Unanswered, base_url
 
