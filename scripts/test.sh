@@ -6,5 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 make_environment .venv dev
 say "running the tests"
-.venv/bin/python -m pytest --durations=10 "$@"
+export OMP_NUM_THREADS=1 # one worker per core, each on its own
+.venv/bin/python -m pytest --numprocesses auto --maxprocesses 4 --durations=10 "$@"
 say "all tests passed"
