@@ -8,6 +8,7 @@ its attributes, so that a release of transformers that moves something is answer
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import os
@@ -47,14 +48,20 @@ def load_base(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     revision: str | None = None,
+    four_bit: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a base model, frozen and in eval mode, and its tokenizer.
 
-    base: `embedded`, a local folder, or a hub id
+    base: `embedded`, `twin` (the same function at a 7B model's cost: cost_twin.py), a local folder, or a hub id
     (HF_HUB_OFFLINE=1 keeps transformers offline).
-    dtype: None keeps the checkpoint's own.
+    dtype: None keeps the checkpoint's own. four_bit: weights in 4 bit by bitsandbytes, computing in dtype.
     Raises ValueError naming what is missing when the model cannot be loaded.
     """
+    loading = _four_bit_loading(dtype, device) if four_bit else {}
+    if base == "twin":
+        from medusa_heads.cost_twin import load_twin
+
+        return load_twin(dtype=dtype, device=device)
     if base == "embedded":
         from medusa_heads.embedded import embedded_model_path
 
@@ -65,7 +72,7 @@ def load_base(
         config = AutoConfig.from_pretrained(base, revision=revision)
         check_config(config)
         tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto")
+        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto", **loading)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"--base {base!r} could not be loaded: {error}") from error
     except ValueError as error:
@@ -74,10 +81,22 @@ def load_base(
         if type(error).__name__ == "SafetensorError":
             raise ValueError(f"--base {base!r}: a weight file is damaged or truncated ({error}); copy or download it again") from error
         raise
-    model = model.to(device).eval()  # type: ignore[arg-type]
+    model = model.eval() if four_bit else model.to(device).eval()  # type: ignore[arg-type]
     model.requires_grad_(False)
     check_base(model)
     return model, tokenizer
+
+
+def _four_bit_loading(dtype: torch.dtype | None, device: str | torch.device) -> dict[str, Any]:
+    """What makes transformers load weights in 4 bit. Raises ValueError where that cannot be."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("base_4bit: the package bitsandbytes is not installed; pip install bitsandbytes, or leave base_4bit out")
+    from transformers import BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype or torch.bfloat16
+    )
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def load_tokenizer(base: str, *, revision: str | None = None) -> Any:
@@ -97,8 +116,8 @@ def stored_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def base_path(base: str) -> str:
-    """The folder or hub id behind `--base`: resolves `embedded`."""
-    if base == "embedded":
+    """The folder or hub id behind `--base`: resolves `embedded`, whose tokenizer `twin` shares."""
+    if base in ("embedded", "twin"):
         from medusa_heads.embedded import embedded_model_path
 
         return str(embedded_model_path())
@@ -453,8 +472,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Named weights of the base, tied ones once."""
-    return dict(model.named_parameters())
+    """Named weights of the base, tied ones once; an adapter in it, which trains, is none of them."""
+    return {name: weight for name, weight in model.named_parameters() if ".lora_" not in name}
 
 
 def quiet_transformers() -> None:

@@ -154,6 +154,11 @@ def check_base_matches(config: HeadsConfig, model: PreTrainedModel, folder: Path
                 f"this base has {found}: give the base they were trained on"
             )
     if (found_print := fingerprint(model)) != config.base_fingerprint:
+        if (adapter := folder / "adapter").is_dir():
+            raise ValueError(
+                f"--heads {folder} were trained together with an adapter and belong to the tuned base: write it with medusa-heads merge "
+                f"--base {config.base_model or 'BASE'} --adapter {adapter} --output MERGED, and give --base MERGED"
+            )
         raise ValueError(
             f"--heads {folder} were trained on other weights (base {config.base_model!r}, fingerprint "
             f"{config.base_fingerprint[:12]}..., this base {found_print[:12]}...): their drafts would seldom be accepted; "

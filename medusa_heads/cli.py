@@ -7,16 +7,17 @@ import os
 import sys
 import warnings
 
-from medusa_heads.arguments import refuse_repeated_lists
 from medusa_heads.suggest import suggest
 
 COMMANDS = {
     "inspect-data": ("train.inspect_data:InspectData", "print decoded training rows with supervised spans coloured"),
     "regenerate": ("train.regenerate:Regenerate", "let the base model answer prompts (or write its own first)"),
+    "estimate": ("train.estimate:Estimate", "print what a training run will cost, before anything starts"),
     "generate": ("infer.commands:Generate", "answer one prompt"),
     "chat": ("infer.commands:Chat", "talk to the model, turn by turn"),
     "bench": ("infer.bench.command:Bench", "compare drafters with the base model on the same prompts"),
     "tree": ("infer.tune.tune_tree:TuneTree", "choose the fastest tree for these heads on this machine and store it with them"),
+    "merge": ("medusa_heads.merge:Merge", "write the tuned base that heads trained with an adapter belong to"),
     "export": ("medusa_heads.formats.export:Export", "write heads in another engine's format"),
 }
 
@@ -50,16 +51,14 @@ def run(arguments: list[str]) -> int:
 
 def run_command(target: str, arguments: list[str], *, prog: str) -> int:
     """Parses `arguments` into the dataclass `module:Class` and runs it."""
-    import tyro
-
     from medusa_heads import base_model
+    from train.command_line import parse_command
 
     base_model.quiet_transformers()
     module, _, attribute = target.partition(":")
     command_type = getattr(importlib.import_module(module), attribute)
     try:
-        refuse_repeated_lists(command_type, arguments)
-        command = tyro.cli(command_type, args=arguments, prog=prog)
+        command = parse_command(command_type, arguments, prog=prog)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return command.run() or 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from medusa_heads.config import HeadsConfig
@@ -21,21 +22,23 @@ def model_card(
     measured: Mapping[str, Any],
     validation_ids: Sequence[str] = (),
     limits: str = "",
+    tuned: bool = False,
 ) -> str:
     """The card, as Markdown. Says only what it is given; an empty part is named as not recorded.
 
     data: files, counts, licence; recipe: settings; measured: the figures, and how, when and on
     which hardware. In each, a number or text becomes a line, a mapping or a list of rows a table.
     validation_ids: rows held out of training. limits: a sentence added to the general ones.
+    tuned: the heads belong to the base with the adapter beside them merged in.
     """
     parts = [
         _front_matter(config, base_license),
         f"# Draft heads for {config.base_model or 'a base model'}",
         _what(config),
         "## Use",
-        _use(config),
+        _merge_first(config) + _use(replace(config, base_model="MERGED")) if tuned else _use(config),
         "## Lossless with respect to",
-        _lossless(config),
+        _lossless_tuned(config) if tuned else _lossless(config),
         "## Training data",
         _sections(data) or "Not recorded.",
         "## Recipe",
@@ -84,7 +87,7 @@ from infer.tree_spec import BeamTree
 from medusa_heads.base_model import load_base
 from medusa_heads.checkpoint import load_heads
 
-model, tokenizer = load_base({base!r})
+model, tokenizer = load_base("{base}")
 heads = load_heads("PATH/TO/THIS/FOLDER", model).heads
 generator = Generator(model, HeadsDrafter(model, heads, BeamTree(16)), tokenizer=tokenizer)
 prompt = tokenizer.apply_chat_template([{{"role": "user", "content": "Hello"}}], add_generation_prompt=True, return_dict=False)
@@ -101,6 +104,26 @@ def _lossless(config: HeadsConfig) -> str:
     return (
         f"Greedy text is that of `{config.base_model or 'the base model'}`{revision}, weights with fingerprint "
         f"`{config.base_fingerprint or 'not recorded'}` (SHA-256 over config fields and sampled weight rows; checked on loading)."
+    )
+
+
+def _merge_first(config: HeadsConfig) -> str:
+    revision = f" --revision {config.base_revision}" if config.base_revision else ""
+    return f"""First write the tuned base, once:
+
+```
+medusa-heads merge --base {config.base_model or "BASE"}{revision} --adapter PATH/TO/THIS/FOLDER/adapter --output MERGED
+```
+
+"""
+
+
+def _lossless_tuned(config: HeadsConfig) -> str:
+    revision = f", revision `{config.base_revision}`" if config.base_revision else ""
+    return (
+        f"The tuned base alone: `{config.base_model or 'the base model'}`{revision} with the LoRA adapter in `adapter` merged in, "
+        f"weights with fingerprint `{config.base_fingerprint or 'not recorded'}` (SHA-256 over config fields and sampled weight rows; "
+        "checked on loading). Greedy text is that of these weights, not that of the untouched base, which answers a little differently."
     )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,14 +27,31 @@ MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains heads; user errors (ValueError) become one line and exit status 2."""
+    """Trains heads; user errors (ValueError) become one line and exit status 2, the end of another process one and exit status 1."""
     base_model.quiet_transformers()
     try:
         run(parse_config(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not is_lost_process(error):
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"error: another process of this run has ended ({reason}): look for its own message, then start the command again; "
+            "it goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 1
     return 0
+
+
+def is_lost_process(error: RuntimeError) -> bool:
+    """Whether this is how NCCL or gloo tell that a process they wait for is gone."""
+    import torch.distributed
+
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def run(config: TrainConfig) -> Path:
@@ -47,14 +65,19 @@ def run(config: TrainConfig) -> Path:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs, set_seed
 
+    from train.acceptance import make_validation
     from train.headed_model import HeadedModel
     from train.objectives import Objective
     from train.packing import PackedDataset
     from train.trainer import Trainer
 
-    dtype = config.base_dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true" else "float32"
+    make_model: Callable[..., HeadedModel] = HeadedModel
+    trainer_type = Trainer
+    if config.lora_rank:
+        from train.medusa2 import Medusa2Trainer, tuned_model
+
+        make_model, trainer_type = tuned_model(config), Medusa2Trainer
+    dtype = pick_precision(config.base_dtype)
     accelerator = Accelerator(
         mixed_precision=MIXED_PRECISION[dtype],
         log_with=None if config.log_with == "none" else config.log_with,
@@ -63,7 +86,13 @@ def run(config: TrainConfig) -> Path:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
     )
     set_seed(config.seed)
-    model, _ = base_model.load_base(config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision)
+    model, tokenizer = base_model.load_base(
+        config.base,
+        dtype=base_model.parse_dtype(dtype),
+        device=accelerator.device,
+        revision=config.revision,
+        four_bit=config.base_4bit,
+    )
     if config.max_length > base_model.max_length(model):
         raise ValueError(
             f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(model)} tokens; lower it"
@@ -79,24 +108,25 @@ def run(config: TrainConfig) -> Path:
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.config.num_heads)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
     if config.log_with != "none":
-        accelerator.init_trackers(config.project, config=tracker_config(config))
+        start_tracker(accelerator, config)
     if config.draft_vocab_size:
         vocabulary = frequent_tokens(packed.documents, config.draft_vocab_size)
-    headed = HeadedModel(
+    headed = make_model(
         model,
         heads,
         draft_vocabulary=vocabulary,
         objective=Objective(config.objective, config.lk_eta),
         d_pace=config.slot_weights == "d_pace",
     )
-    trainer = Trainer(config, headed, packed, accelerator)
-    trainer.train()
+    trainer = trainer_type(config, headed, packed, accelerator)
+    trainer.train(make_validation(replace(config, num_heads=heads.config.num_heads), validation_rows, model, tokenizer))
     if accelerator.is_main_process:
         write_heads(config, trainer, validation_rows, counts, output, vocabulary)
     accelerator.wait_for_everyone()
     if lock is not None:
         lock.release()
-    accelerator.end_training()  # ends the process group too: nothing may wait for others after it
+    trainer.history.finish()
+    accelerator.state.destroy_process_group()  # nothing may wait for others after it
     return output
 
 
@@ -139,6 +169,29 @@ def set_aside(output: Path) -> None:
 def tracker_config(config: TrainConfig) -> dict[str, Any]:
     """The options as every tracker takes them: plain numbers and text."""
     return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.schedule_dict().items()}
+
+
+def start_tracker(accelerator: Any, config: TrainConfig) -> None:
+    """Raises ValueError when the tracker does not start: better before training than after."""
+    try:
+        accelerator.init_trackers(config.project, config=tracker_config(config))
+    except Exception as error:
+        raise ValueError(f"--log-with {config.log_with} does not start ({error!r}); repair it, or use --log-with none") from error
+
+
+def pick_precision(dtype: str) -> str:
+    """`--base-dtype` -> the type itself. Raises ValueError for one that the device of this run cannot train in."""
+    import torch
+
+    on_gpu = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true"
+    has_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "auto":
+        return "bfloat16" if has_bfloat16 else "float32"
+    if dtype == "bfloat16" and on_gpu and not has_bfloat16:
+        raise ValueError(f"--base-dtype bfloat16: {torch.cuda.get_device_name()} cannot calculate in it; use float16 or float32")
+    if dtype == "float16" and not on_gpu:
+        raise ValueError("--base-dtype float16: training in it needs a GPU; use float32 or bfloat16 on a CPU")
+    return dtype
 
 
 def check_tracker(name: str) -> None:
@@ -205,10 +258,12 @@ def frequent_tokens(rows: Any, size: int) -> Any:
 
 
 def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts: Any, output: Path, vocabulary: Any) -> None:
-    """Measures on validation and writes the finished heads beside the checkpoints."""
+    """Chooses the heads, measures them on validation and writes them beside the checkpoints."""
     from train.evaluate import measure
+    from train.history import plot_history
     from train.packing import PackedDataset
 
+    choice = choose_heads(config, trainer)
     measured: dict[str, Any] = {}
     held_out: list[str] = []
     if validation_rows is not None:
@@ -219,13 +274,18 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
             print(f"validation, expected acceptance length by nodes: {measured['acceptance_length']}")
         except ValueError as error:  # hours of training are not thrown away for it
             print(f"warning: {error}. The heads are written without measured acceptance", file=sys.stderr)
+    if config.lora_rank:
+        from train.medusa2 import save_adapter
+
+        trainer.heads.config = replace(trainer.heads.config, base_fingerprint=save_adapter(trainer, output))
     card = model_card(
         trainer.heads.config,
         base_license=None,
         data={"files": [Path(f).name for f in config.data], "counts": str(counts)},
         recipe=config.schedule_dict(),
-        measured={name: value for name, value in measured.items() if name != "rank_accuracy"},  # long; in trees/measured.json
+        measured={name: value for name, value in measured.items() if name != "rank_accuracy"} | choice,  # long; in trees/measured.json
         validation_ids=held_out,
+        tuned=config.lora_rank > 0,
     )
     staging = output / "finished"
     save_heads(trainer.heads, staging, card=card, measured=measured, draft_vocabulary=vocabulary)
@@ -236,6 +296,32 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
         path.rename(target)
     staging.rmdir()
     print(f"heads written to {output}")
+    try:
+        print(f"picture of the run: {plot_history(output)}")
+    except (ValueError, OSError) as error:
+        print(f"no picture of the run: {error}", file=sys.stderr)
+
+
+def choose_heads(config: TrainConfig, trainer: Any) -> dict[str, Any]:
+    """Puts the heads to be written into the model; returns what the card says of the choice."""
+    from train.acceptance import MAX_NEW_TOKENS
+
+    validations = trainer.validations
+    if not validations.measured:
+        return {}
+    (best, best_length), (last, last_length) = validations.best, validations.measured[-1]
+    chosen = trainer.take_best() if config.keep == "best" else last
+    print(
+        f"the heads of step {chosen} are kept; decoded acceptance length {best_length:.3f} at step {best}, {last_length:.3f} at step {last}"
+    )
+    conditions = f"{len(trainer.validation.prompts)} prompts, {config.validation_tree}, up to {MAX_NEW_TOKENS} new tokens, greedy"
+    return {
+        f"decoded on validation ({conditions})": {
+            "chosen step": chosen,
+            "acceptance length of the best": f"{best_length:.4g} (step {best})",
+            "acceptance length of the last": f"{last_length:.4g} (step {last})",
+        }
+    }
 
 
 if __name__ == "__main__":

@@ -89,10 +89,42 @@ class TrainConfig:
     seed: int = 0
     """Order of the packed rows."""
 
+    lora_rank: int = 0
+    """Medusa-2: rank of a LoRA adapter in the base, trained together with the heads; 0 leaves the base as it is. The heads then serve
+    the tuned base, which `medusa-heads merge` writes, and no other."""
+    lora_alpha: float | None = None
+    """The adapter acts times lora_alpha / lora_rank. None: lora_rank."""
+    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Layers to adapt, by the ends of their names (q_proj v_proj), or all-linear: all but the LM head, which is never adapted."""
+    lora_learning_rate: float | None = None
+    """Peak learning rate of the adapter. None: a quarter of learning_rate."""
+    lora_start_ratio: float = 0.1
+    """Share of the steps in which the heads train alone, before the adapter joins."""
+    lora_objective: Literal["distill", "data"] = "distill"
+    """What holds the base to itself: distill, by KL, to its own law with the adapter switched off; data, by cross-entropy, to the text."""
+    lora_heads_share: float | None = None
+    """What the heads' loss counts for the adapter at the end; it grows from 0 as a quarter of a sine. None: .01 (distill), .2 (data)."""
+    base_4bit: bool = False
+    """With lora_rank: the base in 4 bit (QLoRA, nf4; needs bitsandbytes and a GPU). The adapter is merged into the unquantised base."""
+
+    validate_every: int = 0
+    """Optimizer steps between validations: the decoder answers the validation prompts with the heads as they are, and counts how many
+    tokens a base forward gives. 0: only at the end."""
+    validation_prompts: str | None = None
+    """Prompts to answer at a validation: a file of rows as for `medusa-heads regenerate`. None: those of the held-out conversations."""
+    num_validation_prompts: int = 32
+    """How many of them, spread evenly."""
+    validation_tree: str = "beam:16"
+    """Tree of the validation: chain, beam:N or a JSON file of rank paths."""
+    keep: Literal["best", "last"] = "best"
+    """Which heads become the finished ones: those of the validation with the longest acceptance, or the last."""
+    patience: int = 0
+    """Stop after this many validations in a row without a longer acceptance. 0: never."""
+
     save_every: int = 200
     """Optimizer steps between checkpoints."""
     keep_checkpoints: int = 2
-    """Older checkpoints are deleted."""
+    """Older checkpoints are deleted, but for the best one."""
     log_every: int = 10
     """Optimizer steps between log lines."""
     log_with: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
@@ -115,12 +147,21 @@ class TrainConfig:
         _require(0 < self.slot_decay <= 1, "slot_decay", "must lie in (0, 1]")
         for name in ("learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, name, "must be above 0")
-        for name in ("held_out", "weight_decay", "num_workers"):
+        _require(self.num_validation_prompts > 0, "num_validation_prompts", "must be above 0")
+        has_prompts = self.held_out or self.validation or self.validation_prompts
+        _require(has_prompts or not self.validate_every, "validate_every", "no prompts: add --held-out N or --validation-prompts FILE")
+        _require(self.validate_every or not self.patience, "patience", "nothing to wait for: add --validate-every N")
+        for name in ("held_out", "weight_decay", "num_workers", "validate_every", "patience"):
             _require(getattr(self, name) >= 0, name, "must be 0 or more")
         _require(self.lk_eta >= 0, "lk_eta", "must be 0 or more")
         _require_known(self.objective, OBJECTIVES, "objective")
         _require_known(self.slot_weights, SLOT_WEIGHTS, "slot_weights")
         _require(0 <= self.seed < 2**32, "seed", "must lie in [0, 2**32)")
+        for name in ("lora_alpha", "lora_learning_rate", "lora_heads_share"):
+            _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
+        _require(self.lora_rank >= 0, "lora_rank", "must be 0 or more")
+        _require(0 <= self.lora_start_ratio < 1, "lora_start_ratio", "must lie in [0, 1)")
+        _require(self.lora_rank or not self.base_4bit, "base_4bit", "needs an adapter: set lora_rank, or leave it out")
         self.heads_config()  # raises on num_heads or num_layers below 1
 
     def heads_config(self) -> HeadsConfig:
@@ -145,6 +186,11 @@ class TrainConfig:
             "num_workers",
             "overwrite",
             "validation",
+            "validate_every",
+            "validation_prompts",
+            "num_validation_prompts",
+            "keep",
+            "patience",
         }
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
 

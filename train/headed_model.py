@@ -27,13 +27,15 @@ class HeadedOutput:
     """loss: scalar; slot_loss_K: summed loss per slot, unweighted; slot_overlap_K: summed overlap with
     the base's law per slot (0 where the objective needs no such law); slot_hits_KT: pairs whose target
     is among the top 1, 2, 5; first_bad_pair: index of the first pair with a loss that is not finite, or
-    -1. All on the device, detached but for `loss`."""
+    -1. base_loss: the part of `loss` that holds a base under tuning to itself (train/tuned_model.py). All on the device,
+    detached but for `loss`."""
 
     loss: Tensor
     slot_loss_K: Tensor
     slot_overlap_K: Tensor
     slot_hits_KT: Tensor
     first_bad_pair: Tensor
+    base_loss: Tensor | None = None
 
 
 class HeadedModel(nn.Module):

@@ -22,13 +22,36 @@ from medusa_heads.replacing import replacing_folder
 
 
 @dataclass(frozen=True, slots=True)
+class Validations:
+    """Acceptance lengths measured so far: (finished steps, acceptance length), in order."""
+
+    measured: tuple[tuple[int, float], ...] = ()
+
+    def add(self, step: int, acceptance: float) -> Validations:
+        return Validations((*self.measured, (step, acceptance)))
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The longest, of equal ones the first."""
+        return max(self.measured, key=lambda found: found[1], default=None)
+
+    @property
+    def num_since_best(self) -> int:
+        return len(self.measured) - 1 - self.measured.index(self.best) if self.best else 0
+
+
+NO_VALIDATIONS = Validations()
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as read. step: finished steps; state: `heads` and `optimizer`, on the CPU."""
+    """A checkpoint as read. step: finished steps; state: `heads` and `optimizer`, on the CPU; validations: up to it."""
 
     folder: Path
     step: int
     identity: dict[str, Any]
     state: dict[str, Any]
+    validations: Validations = NO_VALIDATIONS
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:
@@ -37,21 +60,62 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
     return sorted((f for f in folders if (f / "run.json").is_file()), key=lambda f: int(f.name.split("-")[1]))
 
 
-def save_checkpoint(
-    output_dir: Path, step: int, heads: nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any], keep: int
-) -> None:
-    """Writes checkpoints/step-<step> and deletes all but the newest `keep` up to it.
+def checkpoint_folder(output_dir: Path, step: int) -> Path:
+    return output_dir / "checkpoints" / f"step-{step}"
 
-    Later ones are deleted too: the run went back to an earlier one because they are damaged.
+
+def save_checkpoint(
+    output_dir: Path,
+    step: int,
+    heads: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+    keep: int,
+    *,
+    validations: Validations = NO_VALIDATIONS,
+) -> None:
+    """Writes checkpoints/step-<step> and deletes all but the newest `keep` up to it, and the best one as each of these knows it.
+
+    Later ones are deleted too: the run went back to an earlier one because they are damaged. Raises
+    ValueError when it cannot be written; nothing is deleted then.
     """
-    written = output_dir / "checkpoints" / f"step-{step}"
-    with replacing_folder(written) as work:
-        torch.save({"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, work / "state.pt")
-        (work / "run.json").write_text(json.dumps({"step": step, "identity": identity}, indent=1))
+    written = checkpoint_folder(output_dir, step)
+    try:
+        with replacing_folder(written) as work:
+            _write_state({"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, work / "state.pt")
+            run = {"step": step, "identity": identity, "validations": validations.measured}
+            (work / "run.json").write_text(json.dumps(run, indent=1))
+    except ValueError as error:
+        raise ValueError(f"{error}; or make room and start again: the run goes on from its last whole checkpoint") from error
     folders = checkpoint_folders(output_dir)
     end = folders.index(written) + 1
-    for folder in folders[: max(0, end - keep)] + folders[end:]:
-        shutil.rmtree(folder, ignore_errors=True)
+    newest = folders[max(0, end - keep) : end]
+    kept = {*newest, *(checkpoint_folder(output_dir, best) for folder in newest if (best := _best_step(folder)) is not None)}
+    for folder in folders:
+        if folder not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    """torch.save, but an error of the disk stays an OSError that names its reason."""
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        raise OSError(str(error.__context__ or error)) from error
+
+
+def _best_step(folder: Path) -> int | None:
+    """The step of the best validation up to a checkpoint; None where there was none, or it cannot be read."""
+    try:
+        best = _read_validations(json.loads((folder / "run.json").read_text())).best
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return None
+    return best[0] if best else None
+
+
+def _read_validations(run: dict[str, Any]) -> Validations:
+    return Validations(tuple((int(step), float(acceptance)) for step, acceptance in run.get("validations", ())))
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -78,7 +142,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             if name := archive.testzip():  # torch reads numbers without looking at their checksums
                 raise ValueError(f"wrong checksum of {name} in state.pt")
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        return Checkpoint(folder, int(run["step"]), dict(run["identity"]), {name: state[name] for name in ("heads", "optimizer")})
+        state = {name: state[name] for name in ("heads", "optimizer")}
+        return Checkpoint(folder, int(run["step"]), dict(run["identity"]), state, _read_validations(run))
     except (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"checkpoint {folder} is damaged ({reason})") from error

@@ -12,19 +12,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from medusa_heads import base_model
 from medusa_heads.fingerprint import weights_digest
 from medusa_heads.heads import MedusaHeads
+from train import acceptance
+from train.acceptance import Validation
 from train.batch import TrainBatch, window_counts
 from train.config import TrainConfig
 from train.headed_model import TOP, HeadedModel, HeadedOutput
-from train.packing import PackedDataset
-from train.run_state import heads_digest, newest_checkpoint, restore, save_checkpoint
+from train.history import ACCEPTANCE, EXPECTED, History
+from train.packing import PackedDataset, num_supervised_slots
+from train.run_state import (
+    NO_VALIDATIONS,
+    checkpoint_folder,
+    heads_digest,
+    newest_checkpoint,
+    read_checkpoint,
+    restore,
+    save_checkpoint,
+)
 from train.windows import WindowPlan, windows
 
 
@@ -68,6 +80,9 @@ class Trainer:
         decay = config.slot_decay if config.slot_weights == "decay" else 1.0
         self.slot_weights = decay ** torch.arange(self.num_heads, device=accelerator.device)
         self.tokens_done = 0
+        self.history = History(Path(config.output_dir), accelerator)
+        self.validation: Validation | None = None
+        self.validations = NO_VALIDATIONS
 
     @property
     def heads(self) -> MedusaHeads:
@@ -103,6 +118,7 @@ class Trainer:
             "base_fingerprint": self.heads.config.base_fingerprint,
             "init_heads_weights": self.initial_heads,
             "num_steps": self.num_steps,
+            "validation_prompts": self.validation.key if self.validation else None,
         }
 
     def learning_rate(self, step: int) -> float:
@@ -113,14 +129,19 @@ class Trainer:
         progress = (step - warmup) / max(1, self.num_steps - warmup)
         return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def train(self) -> None:
-        """Runs from the newest checkpoint, or from the start, to the last step.
+    def train(self, validation: Validation | None = None) -> None:
+        """Runs from the newest checkpoint, or from the start, to the last step, or until validation says stop.
 
-        Raises ValueError when a loss is not finite, naming the conversation, and AssertionError when
-        the base changed or a head receives no gradient.
+        validation: what acceptance is measured on, at intervals and at the end, if anything. Raises ValueError when a
+        loss is not finite, naming the conversation, and AssertionError when the base changed or a head receives no gradient.
         """
+        if validation:
+            acceptance.pick_tree(validation.tree, self.headed)  # refused now, not at the first validation
+        self.validation = validation = self._decodable(validation)
+        self._check_answers()
         before = weights_digest(self.headed.base)
         first_step = self._resume()
+        self.history.go_back(first_step)
         self.model.train()
         bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
         source = windows(
@@ -128,7 +149,7 @@ class Trainer:
             self.plan,
             num_heads=self.num_heads,
             first_step=first_step,
-            num_steps=self.num_steps,
+            num_steps=self.num_steps if not self._is_patience_over() else first_step,
             num_workers=self.config.num_workers,
         )
         pending: _Finished | None = None
@@ -143,15 +164,31 @@ class Trainer:
             pending = finished
             history.append(finished)
             last = step + 1 == self.num_steps
-            if last or (step + 1) % self.config.log_every == 0:
+            validates = validation is not None and (last or self._is_due(step, self.config.validate_every))
+            saves = last or self._is_due(step, self.config.save_every)
+            if saves or validates or self._is_due(step, self.config.log_every):  # a resumed run logs the same means
                 self._log(history, bar)
                 history = []
-            if last or (step + 1) % self.config.save_every == 0:
+            if saves or validates:
                 self._check_finite(pending)
+            if validates:
+                self._validate(step + 1)
+            if saves or (validates and self.validations.num_since_best == 0) or self._is_patience_over():
                 self._save(step + 1)
             bar.update()
+            if self._is_patience_over():
+                break
         bar.close()
         assert weights_digest(self.headed.base) == before, "the frozen base model changed during training"
+
+    def _check_answers(self) -> None:
+        """Raises ValueError when no answer is long enough for the last head to learn from."""
+        masks = (document["assistant_mask"] for document in self.rows.documents)
+        if not any((num_supervised_slots(np.array(mask), self.num_heads) == self.num_heads).any() for mask in masks):
+            raise ValueError(
+                f"num_heads: no answer in the data has {self.num_heads + 1} tokens, so head {self.num_heads} would learn nothing; "
+                "give longer answers, raise max_length, or lower num_heads"
+            )
 
     def _resume(self) -> int:
         """Puts the newest usable checkpoint, if any, into heads and optimizer; returns the number of finished steps."""
@@ -161,6 +198,7 @@ class Trainer:
         for problem in damaged:
             self.accelerator.print(f"warning: {problem}: going back to {checkpoint.folder.name}", file=sys.stderr)
         restore(checkpoint, self.trained, self.optimizer.optimizer, self.identity())
+        self.validations = checkpoint.validations
         self.accelerator.print(f"resuming from {checkpoint.folder} at step {checkpoint.step} of {self.num_steps}")
         return checkpoint.step
 
@@ -168,8 +206,70 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             save_checkpoint(
-                Path(self.config.output_dir), step, self.trained, self.optimizer.optimizer, self.identity(), self.config.keep_checkpoints
+                Path(self.config.output_dir),
+                step,
+                self.trained,
+                self.optimizer.optimizer,
+                self.identity(),
+                self.config.keep_checkpoints,
+                validations=self.validations,
             )
+
+    def _decodable(self, validation: Validation | None) -> Validation | None:
+        """The validation, but none where processes hold shards of the base: each decodes for itself, which takes a whole one.
+
+        Raises ValueError when validations at intervals were asked for there.
+        """
+        state = self.accelerator.state
+        is_sharded = state.distributed_type == DistributedType.FSDP or (
+            state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage == 3
+        )
+        if is_sharded and self.config.validate_every:
+            raise ValueError(
+                "validate_every: decoding needs the whole base model on every process, and here it is sharded; set it to 0 and compare "
+                "finished heads with medusa-heads bench, or train data parallel (configs/accelerate/ddp.yaml)"
+            )
+        return None if is_sharded else validation
+
+    @staticmethod
+    def _is_due(step: int, every: int) -> bool:
+        return every > 0 and (step + 1) % every == 0
+
+    def _is_patience_over(self) -> bool:
+        return 0 < self.config.patience <= self.validations.num_since_best
+
+    def _validate(self, step: int) -> None:
+        """Decodes the validation prompts, each process its part; every process learns the result."""
+        assert self.validation is not None
+        accelerator = self.accelerator
+        self.model.eval()
+        stats = acceptance.decode(self.headed, self.validation, part=accelerator.process_index, num_parts=accelerator.num_processes)
+        counts = torch.tensor([stats.num_steps, stats.num_accepted_tokens], device=accelerator.device)
+        num_steps, num_accepted = accelerator.reduce(counts, reduction="sum").tolist()
+        length = 1 + num_accepted / max(1, num_steps)  # 1 where every answer is one token
+        figures = {ACCEPTANCE: length}
+        if accelerator.is_main_process and (expected := acceptance.expected_length(self.headed, self.validation)):
+            figures[EXPECTED] = expected
+        self.model.train()
+        self.validations = self.validations.add(step, length)
+        self.history.record(figures, step)
+        if accelerator.is_main_process:
+            best_step, best = self.validations.best or (step, length)
+            tqdm.write(f"step {step}: acceptance length {length:.3f} (best {best:.3f}, step {best_step})", file=sys.stderr)
+
+    def take_best(self) -> int:
+        """Puts the heads of the best validation into the model and returns their step; where they cannot be read, the last ones stay."""
+        best, last = self.validations.best, self.validations.measured[-1][0]
+        assert best is not None
+        if best[0] == last:
+            return last
+        try:
+            checkpoint = read_checkpoint(checkpoint_folder(Path(self.config.output_dir), best[0]))
+        except ValueError as error:
+            print(f"warning: {error}: the last heads are kept instead of the best", file=sys.stderr)
+            return last
+        self.trained.load_state_dict(checkpoint.state["heads"])
+        return best[0]
 
     def _step(self, step: int, window: list[TrainBatch]) -> _Finished:
         """One optimizer step over an accumulation window.
@@ -255,7 +355,7 @@ class Trainer:
                 figures[f"slot{k}/overlap"] = slot_overlap
             figures |= {f"slot{k}/top{n}": hit for n, hit in zip(TOP, hits, strict=True)}
         figures |= self.further_figures(history)
-        self.accelerator.log(figures, step=history[-1].step + 1)
+        self.history.record(figures, history[-1].step + 1)
         top1 = " ".join(f"{row[2]:.2f}" for row in per_slot)
         overlap = " overlap " + " ".join(f"{row[1]:.2f}" for row in per_slot) if self.headed.objective.needs_teacher else ""
         bar.set_postfix_str(f"loss {figures['loss']:.3f} top1 {top1}{overlap} {figures['response_tokens_per_second']:.0f} tok/s")

@@ -29,6 +29,13 @@ class WindowPlan:
     process_index: int
     seed: int
 
+    def __post_init__(self) -> None:
+        if self.num_processes > self.num_rows:
+            raise ValueError(
+                f"{self.num_processes} processes have {self.num_rows} packed rows to share, so some would have none: launch fewer "
+                "(--num_processes of accelerate launch), lower pack_length, or give more data"
+            )
+
     @property
     def rows_per_step(self) -> int:
         return self.batch_size * self.accumulation * self.num_processes

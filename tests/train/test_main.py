@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.tree_builders import static_tree
@@ -25,6 +27,7 @@ from medusa_heads.replacing import LOCK_NAME
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from train.__main__ import main, run, split_by_id
 from train.config import parse_config
+from train.history import ACCEPTANCE, FILE_NAME, read_history
 from train.run_state import checkpoint_folders
 
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
@@ -49,6 +52,53 @@ def arguments(workspace: Path, *extra: str) -> list[str]:
     base = ["--base", str(workspace / "base"), "--data", str(workspace / "data.jsonl"), "--output-dir", str(workspace / "out")]
     sizes = ["--num-heads", "2", "--max-length", "128", "--pack-length", "128", "--batch-size", "2", "--num-workers", "0"]
     return [*base, *sizes, "--log-every", "1", *extra]
+
+
+def test_the_card_says_which_heads_were_chosen(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The written heads are those of the best validation, or the last with `--keep last`."""
+    prompts = workspace / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"the cat {word}"}]}) + "\n" for word in WORDS))
+    lengths = iter([150, 180, 170, 150, 180, 170])
+    monkeypatch.setattr("train.acceptance.decode", lambda *args, **options: AcceptanceStats(100, 0, next(lengths) - 100))
+    options = ("--max-steps", "3", "--validate-every", "1", "--validation-prompts", str(prompts), "--num-validation-prompts", "4")
+    model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
+    written = {}
+    for keep in ("best", "last"):
+        run(parse_config(arguments(workspace, *options, "--keep", keep, "--overwrite")))
+        written[keep] = load_heads(workspace / "out", model).heads.weight
+        card = (workspace / "out" / "README.md").read_text()
+        assert "decoded on validation (4 prompts, beam:16, up to 64 new tokens, greedy)" in card
+        assert f"| chosen step | {2 if keep == 'best' else 3} |" in card
+        assert "| acceptance length of the best | 1.8 (step 2) |" in card and "| acceptance length of the last | 1.7 (step 3) |" in card
+    state = {step: torch.load(workspace / "out" / "checkpoints" / f"step-{step}" / "state.pt")["heads"]["weight"] for step in (2, 3)}
+    assert torch.equal(written["best"], state[2]) and torch.equal(written["last"], state[3]) and not torch.equal(state[2], state[3])
+    assert (workspace / "out" / "history.png").exists() and "picture of the run" in capsys.readouterr().out
+
+
+def test_without_matplotlib_there_is_a_word_and_no_picture(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run(parse_config(arguments(workspace, "--max-steps", "1")))
+    assert "no picture of the run: drawing a picture needs matplotlib" in capsys.readouterr().err
+    assert (workspace / "out" / "config.json").exists() and not (workspace / "out" / "history.png").exists()
+
+
+def test_a_tracker_that_does_not_start_or_end(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.tracking import TensorBoardTracker
+
+    def fail(*args: object, **options: object) -> None:
+        raise ConnectionError("nobody listens")
+
+    options = ("--max-steps", "1", "--log-with", "tensorboard")
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.Accelerator.init_trackers", fail)
+        assert "--log-with tensorboard does not start (ConnectionError('nobody listens'))" in refusal(workspace, capsys, *options)
+    monkeypatch.setattr(TensorBoardTracker, "finish", fail)
+    assert main(arguments(workspace, *options)) == 0
+    assert "warning: the tracker failed (ConnectionError('nobody listens'))" in capsys.readouterr().err
 
 
 @pytest.mark.compat
@@ -95,7 +145,7 @@ def start(workspace: Path, *extra: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_heads(workspace: Path) -> None:
-    options = ("--epochs", "60", "--save-every", "10", "--learning-rate", "0.01")
+    options = ("--epochs", "16", "--save-every", "10", "--learning-rate", "0.01", "--held-out", "5", "--validate-every", "40")
     process = start(workspace, *options)
     deadline = time.monotonic() + 120
     while not checkpoint_folders(workspace / "out") and time.monotonic() < deadline:
@@ -116,6 +166,10 @@ def test_killed_run_resumes_to_the_same_heads(workspace: Path) -> None:
     model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
     a, b = load_heads(workspace / "out", model).heads, load_heads(workspace / "whole", model).heads
     assert torch.equal(a.weight, b.weight) and torch.equal(a.bias, b.bias)
+    histories = [read_history(workspace / name / FILE_NAME) for name in ("out", "whole")]
+    for row in (row for rows in histories for row in rows):
+        row.pop("response_tokens_per_second", None)
+    assert histories[0] == histories[1] and sum(ACCEPTANCE in row for row in histories[0]) == math.ceil(histories[0][-1]["step"] / 40)
 
 
 def test_wandb_offline(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

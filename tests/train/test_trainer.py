@@ -141,8 +141,8 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, monkey
     real = trainer_module.save_checkpoint
     calls = []
 
-    def save_then_die(*args: Any) -> None:
-        real(*args)
+    def save_then_die(*args: Any, **options: Any) -> None:
+        real(*args, **options)
         calls.append(args)
         if len(calls) == 2:
             raise Killed
@@ -309,10 +309,3 @@ def test_every_divergence_trains_towards_the_base(tmp_path: Path, objective: str
     trainer.accelerator.log = lambda figures, step: overlaps.append(figures["slot1/overlap"])  # type: ignore[method-assign]
     trainer.train()
     assert overlaps[-1] > overlaps[0] + 0.03
-
-
-def test_overfits_a_few_samples(tmp_path: Path) -> None:
-    """Eight short answers, many steps: every head knows its token."""
-    trainer = make_trainer(tmp_path, dataset=rows(8), epochs=400, learning_rate=0.03, num_layers=2)
-    trainer.train()
-    assert trainer.losses[-1] < 0.35 * trainer.losses[0]  # type: ignore[attr-defined]

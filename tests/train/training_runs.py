@@ -49,7 +49,7 @@ def make_trainer(
     headed = HeadedModel(base, heads, objective=Objective(config.objective, config.lk_eta), d_pace=config.slot_weights == "d_pace")
     trainer = Trainer(config, headed, packed, Accelerator(cpu=True))
     trainer.losses = []  # type: ignore[attr-defined]
-    trainer.accelerator.log = lambda figures, step: trainer.losses.append(figures["loss"])  # type: ignore[attr-defined,method-assign]
+    trainer.accelerator.log = lambda figures, step: trainer.losses.extend([figures["loss"]] if "loss" in figures else [])  # type: ignore[attr-defined,method-assign]
     return trainer
 
 

@@ -1,0 +1,146 @@
+"""A base model + a LoRA adapter (peft): attached, switched off, stored as a folder, merged into weights of the base's own kind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from medusa_heads import base_model
+from medusa_heads.replacing import replacing_folder
+from medusa_heads.suggest import suggest
+
+ADAPTER_DIR = "adapter"  # beside the heads that were trained with it
+ALL_LINEAR = "all-linear"  # peft's own word: every linear layer but the LM head
+
+
+class Adapter:
+    """An adapter that acts inside `base`, which stays a plain PreTrainedModel for everyone else. Not a module: what it trains
+    are parameters of the base's own layers."""
+
+    def __init__(self, model: PeftModel) -> None:
+        self.model = model
+
+    @classmethod
+    def attach(cls, base: PreTrainedModel, *, rank: int, alpha: float | None = None, targets: Sequence[str] = (ALL_LINEAR,)) -> Adapter:
+        """A new adapter, float32, that does nothing yet. It scales by alpha / rank; None: alpha = rank.
+
+        targets: ends of the names of linear layers, or `all-linear`. Raises ValueError on unknown ones and on the LM head.
+        """
+        check_targets(base, targets)
+        names = ALL_LINEAR if ALL_LINEAR in targets else list(targets)
+        options: dict[str, Any] = {"r": rank, "lora_alpha": rank if alpha is None else alpha, "target_modules": names, "lora_dropout": 0.0}
+        with _without_advice():
+            return cls(get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options)))  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, base: PreTrainedModel, folder: Path) -> Adapter:
+        """Raises ValueError when the folder holds no LoRA adapter that fits, or one that adapts the LM head."""
+        if not (folder / "adapter_config.json").is_file():
+            raise ValueError(f"--adapter {folder}: no adapter_config.json there; give the folder `{ADAPTER_DIR}` of heads trained with one")
+        tied = _tied(base)
+        try:
+            with _without_advice():
+                model = PeftModel.from_pretrained(base, str(folder))
+        except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"--adapter {folder} does not fit this base ({reason}): give the base it was trained on") from error
+        if not isinstance(config := model.peft_config["default"], LoraConfig):
+            raise ValueError(f"--adapter {folder} is of type {config.peft_type}: only LoRA can be merged here")
+        if any(isinstance(m, LoraLayer | ModulesToSaveWrapper) for m in (base_model.lm_head(base), base.get_input_embeddings())):
+            raise ValueError(f"--adapter {folder}: {_never_adapted(tied)}")
+        return cls(model)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What it trains, in the order of the base's layers."""
+        return [p for name, p in self.model.named_parameters() if "lora_" in name]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The untouched base within the block."""
+        self.model.base_model.disable_adapter_layers()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.model.base_model.enable_adapter_layers()  # type: ignore[operator]
+
+    def save(self, folder: Path, *, base_name: str) -> None:
+        """peft's own format. base_name: the base it belongs to, for the record."""
+        self.model.peft_config["default"].base_model_name_or_path = base_name
+        with _without_advice(), replacing_folder(folder) as work:
+            self.model.save_pretrained(str(work), save_embedding_layers=False)  # `auto` would ask the hub about the vocabulary
+            (work / "README.md").write_text(ADAPTER_CARD.format(base=base_name))
+
+    def merge(self) -> PreTrainedModel:
+        """The base with the adapter in its weights, of their own dtype, and no trace of the adapter.
+
+        The sum is made in float64, so that every machine rounds it to the same weights, which heads are checked against.
+        """
+        for layer in (m for m in self.model.modules() if isinstance(m, LoraLayer)):
+            dtype = next(layer.get_base_layer().parameters()).dtype
+            layer.double()  # type: ignore[attr-defined]
+            layer.merge()  # type: ignore[attr-defined]
+            layer.get_base_layer().to(dtype)
+        merged = self.model.base_model.unload()  # type: ignore[operator]
+        merged.__dict__.pop("peft_config", None)
+        merged.name_or_path = ""  # its weights are not those of the files it came from
+        return merged  # type: ignore[no-any-return]
+
+
+ADAPTER_CARD = """---
+base_model: "{base}"
+library_name: peft
+---
+
+A LoRA adapter for `{base}`, trained together with the draft heads in the folder above. These are lossless with respect to the base
+with this adapter merged in, and to nothing else:
+
+    medusa-heads merge --base {base} --adapter THIS_FOLDER --output MERGED
+"""
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """peft's warnings are about what it sets right itself (the layout of GPT-2's layers) or what transformers renamed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check_targets(base: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raises ValueError when a target is no layer of the base, or is its LM head or its input embedding."""
+    modules = {name: module for name, module in base.named_modules() if name}
+    layers = (name for name, module in modules.items() if type(module).__name__.endswith(("Linear", "Conv1D")))
+    linear = sorted({name.rpartition(".")[2] for name in layers})
+    frozen = {id(base_model.lm_head(base)), id(base.get_input_embeddings())}
+    for target in targets:
+        matched = [module for name, module in modules.items() if name == target or name.endswith(f".{target}")]
+        if target == ALL_LINEAR:
+            continue
+        if not matched:
+            raise ValueError(
+                f"--lora-targets {target!r}{suggest(target, linear)}: no such layer in the base; known are {ALL_LINEAR}, "
+                f"{', '.join(linear)}"
+            )
+        if any(id(module) in frozen for module in matched):
+            raise ValueError(f"--lora-targets {target!r}: {_never_adapted(_tied(base))}. Leave it out")
+
+
+def _never_adapted(tied: bool) -> str:
+    return (
+        "LM head and input embedding are never adapted: the draft heads share the LM head, frozen, and where the two are tied "
+        f"(tie_word_embeddings), as {'here' if tied else 'in many models'}, an adapter on one cannot be merged without changing the other"
+    )
+
+
+def _tied(base: PreTrainedModel) -> bool:
+    return base_model.lm_head_parameters(base)[0] is getattr(base.get_input_embeddings(), "weight", None)

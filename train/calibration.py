@@ -1,0 +1,128 @@
+"""A few real training steps on this device, over a base of few layers -> seconds and bytes of a step with all of them.
+
+No weights are needed, so that a base of any size is measured in seconds: time is a straight line in the number of layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from medusa_heads import base_model
+from medusa_heads.config import HeadsConfig
+from medusa_heads.cost_twin import twin_7b_config, twin_config
+from medusa_heads.heads import create_heads
+from train.batch import TrainBatch
+from train.headed_model import HeadedModel
+from train.objectives import Objective
+
+DEPTHS = (2, 6)
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """seconds: a micro-batch, backward and optimizer step included. activation_bytes: the most a step adds to what lies
+    in memory before it, where the device counts it (CUDA)."""
+
+    seconds: float
+    activation_bytes: int | None
+
+
+def base_config(base: str, *, revision: str | None = None) -> Any:
+    """The config behind `--base`, no weights read. Raises ValueError when there is none, or the base is quantised."""
+    if base == "twin":
+        return twin_config(base_config("embedded"), twin_7b_config())
+    try:
+        config = AutoConfig.from_pretrained(base_model.base_path(base), revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--base {base!r} could not be loaded: {error}") from error
+    base_model.check_config(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"--base {base!r} is quantised: its cost cannot be counted; estimate for the model it was made from")
+    return config
+
+
+def empty_base(config: Any, *, dtype: torch.dtype, device: str | torch.device, num_layers: int | None = None) -> PreTrainedModel:
+    """A model of this config, cut to `num_layers`, with weights that mean nothing (on `meta`: with none)."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if num_layers is not None:
+        for name, value in list(vars(text).items()):
+            if isinstance(value, (list, tuple)) and len(value) == text.num_hidden_layers:
+                setattr(text, name, value[:num_layers])  # what is listed layer by layer
+        text.num_hidden_layers = num_layers
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def calibrate(
+    config: Any,
+    heads_config: HeadsConfig,
+    batches: Sequence[TrainBatch],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    objective: Objective,
+    d_pace: bool,
+    draft_vocab_size: int | None,
+) -> Calibration:
+    """batches: micro-batches of the run; the first ones warm up, time is the mean over the others.
+
+    Raises ValueError when a step does not fit on the device.
+    """
+    num_layers = config.get_text_config().num_hidden_layers
+    few, more = DEPTHS
+    depths = DEPTHS if num_layers > more else (num_layers,)
+    found = []
+    for depth in depths:
+        base = empty_base(config, dtype=dtype, device=device, num_layers=depth)
+        heads = create_heads(heads_config, base)
+        vocabulary = None if draft_vocab_size is None else torch.arange(min(draft_vocab_size, base_model.vocab_size(base)))
+        headed = HeadedModel(base, heads, draft_vocabulary=vocabulary, objective=objective, d_pace=d_pace)
+        try:
+            found.append(measure_steps(headed, batches, device))
+        except torch.OutOfMemoryError:
+            num_rows, length = batches[0].tensors["input_ids"].shape
+            raise ValueError(
+                f"batch_size: a step of {num_rows} rows of {length} tokens does not fit on this device; lower batch_size or pack_length"
+            ) from None
+    if len(found) == 1:
+        return found[0]
+    per_layer = max(0.0, (found[1].seconds - found[0].seconds) / (more - few))
+    return Calibration(found[1].seconds + per_layer * (num_layers - more), found[1].activation_bytes)
+
+
+def measure_steps(headed: HeadedModel, batches: Sequence[TrainBatch], device: torch.device) -> Calibration:
+    """Steps as the trainer makes them, one micro-batch each."""
+    assert len(batches) > WARM_UP_STEPS
+    on_gpu, half = device.type == "cuda", headed.base.dtype != torch.float32
+    optimizer = torch.optim.AdamW(headed.heads.parameters(), lr=0.0, fused=on_gpu)
+    before, started = 0, 0.0
+    for index, batch in enumerate(batches):
+        if index == WARM_UP_STEPS:
+            base_model.synchronize(headed.base)
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
+            started = time.perf_counter()
+        weights_K = 1 / batch.slot_counts.clamp(min=1).to(device)
+        with torch.autocast(device.type, headed.base.dtype, enabled=half):
+            loss = headed(**batch.to(device).tensors, slot_weights=weights_K).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(headed.heads.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    base_model.synchronize(headed.base)
+    seconds = (time.perf_counter() - started) / (len(batches) - WARM_UP_STEPS)
+    if not on_gpu:
+        return Calibration(seconds, None)
+    gradients = sum(weight.nbytes for weight in headed.heads.parameters())
+    return Calibration(seconds, max(0, torch.cuda.max_memory_allocated(device) - before - gradients))

@@ -1,0 +1,259 @@
+"""A training run's options -> what it will cost: memory per rank, disk, tokens per second and hours; nothing is started.
+
+Memory and operations are counted (cost_model.py); time is measured on this device by a few real steps
+(calibration.py), or assumed from a named card's data sheet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from infer.hardware import hardware
+from infer.loading import pick_device
+from medusa_heads import base_model
+from medusa_heads.suggest import suggest
+from train.batch import TrainBatch, make_batch
+from train.calibration import WARM_UP_STEPS, base_config, calibrate, empty_base
+from train.config import TrainConfig
+from train.cost_model import (
+    STRATEGIES,
+    BaseSize,
+    BatchSize,
+    HeadsSize,
+    Memory,
+    activation_bytes,
+    count_base,
+    count_heads,
+    disk_bytes,
+    memory,
+    step_flops,
+)
+from train.objectives import Objective
+from train.packing import PackedDataset, collate
+from train.windows import WindowPlan
+
+UTILISATION = 0.35  # share of a card's peak that matrix products are assumed to reach where nothing was measured
+EXCHANGE_BYTES_PER_SECOND = 150e9  # assumed between GPUs of one host
+MEASURED_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card's data sheet: bytes of memory, dense 16-bit operations per second."""
+
+    memory_bytes: float
+    flops: float
+
+
+CARDS = {
+    "rtx-4090": Card(24e9, 165e12),
+    "l40s": Card(48e9, 362e12),
+    "a100-40gb": Card(40e9, 312e12),
+    "a100-80gb": Card(80e9, 312e12),
+    "h100": Card(80e9, 989e12),
+    "h200": Card(141e9, 989e12),
+    "b200": Card(180e9, 2250e12),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(TrainConfig):
+    """Print what a training run will cost, before anything starts: the options are those of training."""
+
+    num_processes: int = 1
+    """Devices the run will use, one process each."""
+    hardware: str = "measured"
+    """`measured`: time a few real steps on this device; or assume a card: rtx-4090, l40s, a100-40gb, a100-80gb, h100, h200, b200."""
+    device: str = "auto"
+    """Where steps are measured: auto is a GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        TrainConfig.__post_init__(self)
+        if self.num_processes < 1:
+            raise ValueError("num_processes: must be above 0")
+        if self.hardware != "measured" and self.hardware not in CARDS:
+            known = ("measured", *CARDS)
+            raise ValueError(f"--hardware: unknown {self.hardware!r}{suggest(self.hardware, known)}; known are {', '.join(known)}")
+
+        if self.lora_rank:
+            raise ValueError("lora_rank: an adapter is not counted here; estimate with --lora-rank 0, a lower bound")
+
+    def run(self) -> None:
+        found = estimate(self)
+        print_table(found)
+        print(json.dumps(found))
+
+
+def estimate(config: Estimate) -> dict[str, Any]:
+    """Plain numbers; bytes, seconds and hours as the names say. Memory is what torch allocates (a CUDA context and its
+    allocator's gaps come on top), hours are those of the steps (validation comes on top)."""
+    from train.__main__ import prepare_data
+
+    rows, _, counts = prepare_data(config)
+    device = pick_device(config.device)
+    device_type = device.type if config.hardware == "measured" else "cuda"
+    dtype = chosen_dtype(config.base_dtype, device_type)
+    model_config = base_config(config.base, revision=config.revision)
+    base = count_base(empty_base(model_config, dtype=dtype, device="meta"))
+    heads_config = initial_heads_config(config)
+    heads = count_heads(
+        heads_config,
+        base,
+        draft_vocab_size=config.draft_vocab_size,
+        has_teacher=Objective(config.objective).needs_teacher,
+    )
+    packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.num_heads)
+    plan = WindowPlan(len(packed), config.batch_size, config.gradient_accumulation_steps, config.num_processes, 0, config.seed)
+    num_steps = config.max_steps or max(1, math.ceil(config.epochs * plan.steps_per_epoch))
+    batches = sample_batches(packed, plan, heads.num_heads)
+    batch = largest_batch(batches)
+    counted = activation_bytes(base, heads, batch, device_type=device_type)
+    activations, flops = counted, step_flops(base, heads, batch)
+    if config.hardware == "measured":
+        calibration = calibrate(
+            model_config,
+            heads_config,
+            batches,
+            dtype=dtype,
+            device=device,
+            objective=Objective(config.objective, config.lk_eta),
+            d_pace=config.slot_weights == "d_pace",
+            draft_vocab_size=config.draft_vocab_size,
+        )
+        seconds, activations = calibration.seconds, calibration.activation_bytes or counted
+        machine = hardware(device)
+        capacity = machine["gpu_memory_bytes"] or machine["ram_bytes"]
+    else:
+        refuse_experts(model_config, config.hardware)
+        card = CARDS[config.hardware]
+        seconds, capacity, machine = sum(flops) / (UTILISATION * card.flops), card.memory_bytes, {"gpu": config.hardware}
+    strategies = ("ddp",) if config.num_processes == 1 else STRATEGIES
+    response_tokens = sum(b.num_response_tokens for b in batches) / len(batches)
+    return {
+        "base": {"name": config.base, "dtype": str(dtype).removeprefix("torch."), **asdict(base)},
+        "heads": asdict(heads),
+        "data": {"counts": str(counts), "packed_rows": len(packed)},
+        "num_processes": config.num_processes,
+        "num_steps": num_steps,
+        "hardware": machine,
+        "how": "measured" if config.hardware == "measured" else f"assumed: {UTILISATION:.0%} of peak",
+        "flops_per_micro_batch": {"base": flops[0], "heads": flops[1]},
+        "assumed_exchange_bytes_per_second": EXCHANGE_BYTES_PER_SECOND if config.num_processes > 1 else None,
+        "disk_bytes": disk_bytes(heads, keep_checkpoints=config.keep_checkpoints) + data_bytes(rows),
+        "device_bytes": capacity,
+        "online": [
+            row(name, config, base, heads, activations, seconds, num_steps=num_steps, response_tokens=response_tokens, capacity=capacity)
+            for name in strategies
+        ],
+    }
+
+
+def row(
+    strategy: str,
+    config: Estimate,
+    base: BaseSize,
+    heads: HeadsSize,
+    activations: int,
+    seconds: float,
+    *,
+    num_steps: int,
+    response_tokens: float,
+    capacity: float | None,
+) -> dict[str, Any]:
+    """The cost under one strategy, with hidden states computed in the step."""
+    parts: Memory = memory(base, heads, activations=activations, num_processes=config.num_processes, strategy=strategy)
+    micro_batches = config.gradient_accumulation_steps
+    exchanged = exchange_bytes(base, heads, config.num_processes, strategy, micro_batches)
+    step_seconds = seconds * micro_batches + exchanged / EXCHANGE_BYTES_PER_SECOND
+    return {
+        "strategy": "single" if config.num_processes == 1 else strategy,
+        "memory_bytes": asdict(parts) | {"total": parts.total},
+        "fits": None if capacity is None else parts.total < 0.95 * capacity,
+        "step_seconds": step_seconds,
+        "response_tokens_per_second": response_tokens * micro_batches * config.num_processes / step_seconds,
+        "hours": num_steps * step_seconds / 3600,
+    }
+
+
+def exchange_bytes(base: BaseSize, heads: HeadsSize, num_processes: int, strategy: str, micro_batches: int) -> float:
+    """What a rank receives in an optimizer step: gradients of the heads, twice (a ring), and a sharded base at every forward."""
+    share = (num_processes - 1) / num_processes
+    gathered = base.bytes * micro_batches if strategy in ("fsdp2", "zero3") else 0
+    return share * (gathered + 2 * 4 * heads.num_weights)
+
+
+def chosen_dtype(name: str, device_type: str) -> torch.dtype:
+    """As training chooses: auto is bfloat16 on a GPU and float32 on a CPU."""
+    return base_model.parse_dtype(("bfloat16" if device_type == "cuda" else "float32") if name == "auto" else name)
+
+
+def initial_heads_config(config: TrainConfig) -> Any:
+    """The heads that will train: fresh ones, or those of `init_heads`."""
+    if config.init_heads is None:
+        return config.heads_config()
+    from medusa_heads.checkpoint import resolve_heads
+    from medusa_heads.config import HeadsConfig
+
+    return HeadsConfig.from_file(resolve_heads(config.init_heads) / "config.json")
+
+
+def sample_batches(packed: PackedDataset, plan: WindowPlan, num_heads: int) -> list[TrainBatch]:
+    """The run's own first micro-batches, repeated where it has fewer than are measured."""
+    batches: list[TrainBatch] = []
+    step = 0
+    while len(batches) < WARM_UP_STEPS + MEASURED_STEPS:
+        for indices in plan.micro_batches(step % plan.steps_per_epoch):
+            if (full := [index for index in indices if index >= 0]) and len(batches) < WARM_UP_STEPS + MEASURED_STEPS:
+                batches.append(make_batch(collate([packed[index] for index in full]), num_heads))
+        step += 1
+    return batches
+
+
+def largest_batch(batches: list[TrainBatch]) -> BatchSize:
+    """The most of everything over the batches."""
+    shapes = [batch.tensors["input_ids"].shape for batch in batches]
+    return BatchSize(
+        max(shape[0] for shape in shapes),
+        max(shape[1] for shape in shapes),
+        max(len(batch.tensors["positions"]) for batch in batches),
+        max(len(batch.tensors["targets"]) for batch in batches),
+    )
+
+
+def data_bytes(rows: Any) -> int:
+    """What the prepared data take on the disk already."""
+    return sum(Path(file["filename"]).stat().st_size for file in rows.cache_files if Path(file["filename"]).is_file())
+
+
+def refuse_experts(config: Any, name: str) -> None:
+    text = config.get_text_config()
+    if any(getattr(text, option, None) for option in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"--hardware {name}: operations of a mixture of experts are not counted here; use --hardware measured")
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """The table for people, on stderr: the JSON line alone is stdout's. heads: weights, gradients and optimizer;
+    whole: copies of sharded or exchanged weights; step: what lives only during a step."""
+    table = Table(title=f"{found['num_steps']} steps, {found['num_processes']} device(s), {found['how']}; GB per rank, tokens/s in all")
+    for column in ("strategy", "total", "base", "heads", "whole", "step", "fits", "response tokens/s", "hours"):
+        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=column != "response tokens/s")
+    for line in found["online"]:
+        parts = line["memory_bytes"]
+        heads = parts["heads"] + parts["gradients"] + parts["optimizer"]
+        gigabytes = [f"{value / 1e9:.2f}" for value in (parts["total"], parts["base"], heads, parts["gathered"], parts["activations"])]
+        fits = {True: "yes", False: "no", None: "?"}[line["fits"]]
+        table.add_row(line["strategy"], *gigabytes, fits, f"{line['response_tokens_per_second']:,.0f}", f"{line['hours']:.2f}")
+    console = Console(file=sys.stderr)
+    console.print(table)
+    console.print(
+        f"disk: {found['disk_bytes'] / 1e9:.2f} GB of prepared data, checkpoints and heads; {found['data']['counts']}", soft_wrap=True
+    )
