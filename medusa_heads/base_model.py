@@ -61,6 +61,8 @@ def load_base(
     if base == "twin":
         from medusa_heads.cost_twin import load_twin
 
+        if four_bit:
+            raise ValueError("--base twin: the cost twin has the cost of a 16-bit model; leave base_4bit out")
         return load_twin(dtype=dtype, device=device)
     if base == "embedded":
         from medusa_heads.embedded import embedded_model_path

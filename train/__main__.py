@@ -85,6 +85,7 @@ def run(config: TrainConfig) -> Path:
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
     )
+    refuse_sharding(accelerator.distributed_type)
     set_seed(config.seed)
     model, tokenizer = base_model.load_base(
         config.base,
@@ -128,6 +129,15 @@ def run(config: TrainConfig) -> Path:
     trainer.history.finish()
     accelerator.state.destroy_process_group()  # nothing may wait for others after it
     return output
+
+
+def refuse_sharding(kind: Any) -> None:
+    """The checkpoints would hold one process's share of the heads: nothing here gathers them yet."""
+    if kind.value in ("FSDP", "DEEPSPEED"):
+        raise ValueError(
+            f"training under {kind.value} is not supported: launch with --config_file configs/accelerate/ddp.yaml "
+            "(every GPU holds the base), or train on a base that fits one GPU"
+        )
 
 
 def claim_output(output: Path, config: TrainConfig) -> FileLock | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -137,7 +137,7 @@ class Trainer:
         """
         if validation:
             acceptance.pick_tree(validation.tree, self.headed)  # refused now, not at the first validation
-        self.validation = validation = self._decodable(validation)
+        self.validation = validation
         self._check_answers()
         before = weights_digest(self.headed.base)
         first_step = self._resume()
@@ -214,22 +214,6 @@ class Trainer:
                 self.config.keep_checkpoints,
                 validations=self.validations,
             )
-
-    def _decodable(self, validation: Validation | None) -> Validation | None:
-        """The validation, but none where processes hold shards of the base: each decodes for itself, which takes a whole one.
-
-        Raises ValueError when validations at intervals were asked for there.
-        """
-        state = self.accelerator.state
-        is_sharded = state.distributed_type == DistributedType.FSDP or (
-            state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage == 3
-        )
-        if is_sharded and self.config.validate_every:
-            raise ValueError(
-                "validate_every: decoding needs the whole base model on every process, and here it is sharded; set it to 0 and compare "
-                "finished heads with medusa-heads bench, or train data parallel (configs/accelerate/ddp.yaml)"
-            )
-        return None if is_sharded else validation
 
     @staticmethod
     def _is_due(step: int, every: int) -> bool:

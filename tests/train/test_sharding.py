@@ -16,14 +16,12 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from tests.train.sharded_run import run
+from train.__main__ import refuse_sharding
 
 FOLDER = Path(__file__).parents[2] / "configs" / "accelerate"
 MEANING = {
     "single": (DistributedType.NO, 1, 1),
     "ddp": (DistributedType.MULTI_GPU, 2, 1),
-    "fsdp2": (DistributedType.FSDP, 2, 1),
-    "zero2": (DistributedType.DEEPSPEED, 2, 1),
-    "zero3": (DistributedType.DEEPSPEED, 2, 1),
     "multi_node": (DistributedType.MULTI_GPU, 16, 2),
 }
 
@@ -44,17 +42,15 @@ def test_every_key_is_an_option_of_the_launcher(name: str) -> None:
     """accelerate passes over a misspelt key without a word."""
     values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     options = vars(launch_command_parser().parse_args(["script.py"]))
-    named = [*values.pop("fsdp_config", {}), *values.pop("deepspeed_config", {})]
     elsewhere = {"compute_environment", "distributed_type", "use_cpu"}
-    assert not [key for key in (*values, *named) if key not in options and key not in elsewhere]
+    assert not [key for key in values if key not in options and key not in elsewhere]
 
 
-def test_fsdp2_shards_by_layer_and_zero_by_its_stage() -> None:
-    fsdp = load_config_from_file(str(FOLDER / "fsdp2.yaml")).fsdp_config
-    assert fsdp["fsdp_version"] == 2 and fsdp["fsdp_reshard_after_forward"] is True
-    assert fsdp["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    for stage in (2, 3):
-        assert load_config_from_file(str(FOLDER / f"zero{stage}.yaml")).deepspeed_config["zero_stage"] == stage
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_sharded_training_is_refused_with_the_way_that_works(kind: DistributedType) -> None:
+    with pytest.raises(ValueError, match=r"(?i)FSDP|DEEPSPEED.*ddp\.yaml"):
+        refuse_sharding(kind)
+    refuse_sharding(DistributedType.MULTI_GPU)
 
 
 @pytest.fixture(scope="module")
