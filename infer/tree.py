@@ -19,6 +19,8 @@ from torch import Tensor
 
 Path_ = tuple[int, ...]
 
+MAX_NODES = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
@@ -57,6 +59,9 @@ class Tree:
 
 def build_tree(paths: Iterable[Sequence[int]]) -> Tree:
     """Rank paths in any order -> a Tree. Raises ValueError on a hole, a repeat or a negative rank."""
+    paths = list(paths)
+    if len(paths) > MAX_NODES:
+        raise ValueError(f"the tree has {len(paths)} nodes, and at most {MAX_NODES} can be verified in one forward")
     ordered = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
     index: dict[Path_, int] = {(): 0}
     for path in ordered:
@@ -75,7 +80,7 @@ def build_tree(paths: Iterable[Sequence[int]]) -> Tree:
         parents_N=parents,
         depths_N=torch.tensor([0] + [len(path) for path in ordered]),
         ranks_N=torch.tensor([0] + [path[-1] for path in ordered]),
-        ancestors_NN=ancestors_from_parents(parents[None])[0],
+        ancestors_NN=ancestors_from_parents(parents[None], depth=max(map(len, ordered), default=0))[0],
     )
 
 
@@ -105,6 +110,8 @@ def load_tree(path: str | Path) -> Tree:
     except ValueError as error:  # not JSON, or not text at all
         raise ValueError(f"--tree {path} is not valid JSON: {error}") from None
     choices = values.get("choices") if isinstance(values, dict) else values
+    if choices == []:
+        raise ValueError(f"--tree {path} names no nodes: add some, or decode plainly with --heads none")
     if not isinstance(choices, list) or not all(isinstance(p, list) and all(type(r) is int for r in p) for p in choices):
         raise ValueError(f"--tree {path}: expected a list of rank paths such as [[0], [1], [0, 0]]")
     try:

@@ -27,6 +27,7 @@ SHAPE_NEEDED: dict[VerifierChoice, SampledShape] = {
     "recursive-rejection": "tree",
     "traversal": "tree",
 }
+NO_DRAFTER = "base"
 LOSSY: tuple[VerifierChoice, ...] = ("typical",)
 
 
@@ -47,11 +48,14 @@ def resolve_verifier(verifier: VerifierChoice, *, drafter: str, sampled_shape: S
     check_verifier(verifier, greedy=greedy)
     if verifier == "auto":
         return AUTO.get((drafter, sampled_shape), "sample-and-match") if sampled_shape and not greedy else "sample-and-match"
+    if drafter == NO_DRAFTER and verifier != "sample-and-match":
+        raise ValueError(f"--verifier {verifier}: nothing is drafted here, so nothing is verified: leave it out, or give heads")
     needed = SHAPE_NEEDED.get(verifier)
     if needed and sampled_shape is None:
+        trees = "chain" if needed == "chain" else "chain, static:N or FILE.json"
         raise ValueError(
             f"--verifier {verifier} needs drafts that are drawn at random, and the `{drafter}` drafter chooses its own here: "
-            "with heads give --tree chain, static:N or FILE.json, or else --verifier sample-and-match"
+            f"with heads give --tree {trees}, or else --verifier sample-and-match"
         )
     if needed == "chain" and sampled_shape == "tree":
         raise ValueError(

@@ -121,7 +121,9 @@ class AnswersFile:
                     yield file.readline()
 
     def _resume(self) -> None:
-        """Reads the partial file; a last line that was cut off by a kill is dropped."""
+        """Reads the partial file; a last line that was cut off by a kill is dropped. One without answers is nobody's loss: it
+        is started over where its settings are others."""
+        settings: dict[str, Any] = {}
         with self.partial_path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -131,10 +133,14 @@ class AnswersFile:
                 except ValueError:
                     raise ValueError(f"{self.partial_path}:{number} is damaged: remove the file to start over") from None
                 if number == 1:
-                    self._check(row.get("settings", {}), self.partial_path)
+                    settings = row.get("settings", {})
                 else:
                     self.done[row["id"]] = self._end
                 self._end += len(line)
+        if self.done:
+            self._check(settings, self.partial_path)
+        elif settings != self.settings:
+            self._end = 0
         self.resumed = self._end > 0
         os.truncate(self.partial_path, self._end)
 

@@ -42,6 +42,8 @@ class InspectData:
         """Raises ValueError for unusable sources and when one has no supervised slot."""
         if not self.data:
             raise ValueError("--data: name at least one file")
+        if self.num_rows < 0:
+            raise ValueError(f"--num-rows {self.num_rows}: it must be 0 or more")
         console = Console(soft_wrap=True, highlight=False)
         tokenizer = load_tokenizer(self.base)
         summary = []

@@ -142,6 +142,9 @@ class Regenerate:
         for name, is_set in ((f"--samples {self.samples}", self.samples > 1), ("--sampled-share", self.sampled_share < 1)):
             if is_set and not self.temperature:
                 raise ValueError(f"{name} with --temperature 0, where every answer is the greedy one: set a temperature")
+        for name, is_set in ((f"--top-p {self.top_p}", self.top_p != 1), (f"--top-k {self.top_k}", self.top_k != 0)):
+            if is_set and not self.temperature:
+                raise ValueError(f"{name} has no effect at --temperature 0: set a temperature, or leave it out")
         if self.server is None and (self.server_model or self.server_key_env):
             raise ValueError("--server-model and --server-key-env belong to --server URL, which is missing")
         if self.server is not None and self.self_prompts:

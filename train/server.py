@@ -128,7 +128,7 @@ class ChatServer:
         try:
             response = self.session.get(self.url + "/models", timeout=CONNECT_TIMEOUT)
         except requests.RequestException as error:
-            reason = _short(str(error))
+            reason = _reason(error)
             raise ValueError(f"--server {self.url} cannot be reached ({reason}): start it, or correct the address") from None
         if response.status_code in (401, 403):
             self._refused(response, {})
@@ -215,6 +215,16 @@ def _whole_text(message: dict[str, Any], *, is_cut: bool) -> str:
 def _seconds(header: str | None) -> float:
     """A Retry-After header in seconds; dates are left to our own waiting."""
     return float(header) if header is not None and header.isdigit() else 0.0
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, where it said something."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = inner.__cause__ or inner.__context__
+    return _short(str(error))
 
 
 def _short(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from infer.candidates import Candidates
-from infer.verifiers import SampledShape
+from infer.verifiers import NO_DRAFTER, SampledShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Drafter(Protocol):
 class NoDrafter(Drafter):
     """Drafts nothing: plain decoding through the same loop."""
 
-    name = "base"
+    name = NO_DRAFTER
     max_nodes = 0
 
     def start(self, prompts: list[list[int]]) -> None:

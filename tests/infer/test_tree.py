@@ -116,3 +116,10 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(bytes(range(128, 256)))
     with pytest.raises(ValueError, match="not valid JSON"):
         load_tree(tmp_path / "binary.json")
+
+
+def test_a_tree_without_nodes_or_with_thousands_is_refused_at_once(tmp_path: Path) -> None:
+    for choices, problem in (([], "names no nodes"), ([[rank] for rank in range(9000)], "9000 nodes, and at most 4096")):
+        (tmp_path / "tree.json").write_text(json.dumps(choices))
+        with pytest.raises(ValueError, match=problem):
+            load_tree(tmp_path / "tree.json")

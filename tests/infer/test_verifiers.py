@@ -63,7 +63,7 @@ def test_greedy_decoding_takes_no_sampled_verifier(verifier: VerifierChoice) -> 
 @pytest.mark.parametrize("verifier", SHAPE_NEEDED)
 def test_drafters_that_cannot_draw_are_refused(verifier: VerifierChoice) -> None:
     model = tiny_model("llama")
-    for generator in (heads_generator(model, BeamTree(6)), Generator(model, PromptLookupDrafter()), Generator(model)):
+    for generator in (heads_generator(model, BeamTree(6)), Generator(model, PromptLookupDrafter())):
         with pytest.raises(ValueError, match=f"--verifier {verifier} needs drafts that are drawn.*--tree chain"):
             token_ids(generator, verifier)
     if SHAPE_NEEDED[verifier] == "chain":
@@ -158,3 +158,10 @@ def test_typical_acceptance_reads_the_law_of_the_settings() -> None:
 def test_auto_is_settled_before_a_tree_is_judged() -> None:
     with pytest.raises(AssertionError):
         verdict("auto", DraftTree((0,), (0,)), [], [], None, replace=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["typical", "block"])
+def test_nothing_drafted_is_nothing_verified(name: VerifierChoice) -> None:
+    with pytest.raises(ValueError, match="nothing is drafted here"):
+        resolve_verifier(name, drafter="base", sampled_shape=None, greedy=False)
+    assert resolve_verifier("auto", drafter="base", sampled_shape=None, greedy=False) == "sample-and-match"

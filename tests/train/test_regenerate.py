@@ -492,3 +492,16 @@ def test_self_prompts_beside_files_and_after_a_kill(talkative: str, prompts: Pat
     command(talkative, tmp_path / "out.jsonl", prompts, **options).run()
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert {row["source"] for row in read(tmp_path / "out.jsonl")} >= {"s", "self-written"}
+
+
+def test_a_run_that_answered_nothing_blocks_no_other_settings(
+    base: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "o.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(Regenerate, "_answer", lambda *_: (_ for _ in ()).throw(ValueError("no answer")))
+        with pytest.raises(ValueError, match="no answer"):
+            command(base, output, prompts).run()
+    assert (tmp_path / "o.jsonl.partial").exists()
+    command(base, output, prompts, max_new_tokens=5).run()
+    assert len(output.read_text().splitlines()) == len(PROMPTS)
