@@ -62,8 +62,7 @@ def run(config: TrainConfig) -> Path:
     rows, validation_rows, counts = prepare_data(config)  # before the process group starts: no time-out can hit it
 
     import torch
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import set_seed
 
     from train.acceptance import make_validation
     from train.headed_model import HeadedModel
@@ -78,14 +77,7 @@ def run(config: TrainConfig) -> Path:
 
         make_model, trainer_type = tuned_model(config), Medusa2Trainer
     dtype = pick_precision(config.base_dtype)
-    accelerator = Accelerator(
-        mixed_precision=MIXED_PRECISION[dtype],
-        log_with=None if config.log_with == "none" else config.log_with,
-        project_dir=str(output),
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
-    )
-    refuse_sharding(accelerator.distributed_type)
+    accelerator = make_accelerator(dtype, config.log_with, output)
     set_seed(config.seed)
     model, tokenizer = base_model.load_base(
         config.base,
@@ -129,6 +121,22 @@ def run(config: TrainConfig) -> Path:
     trainer.history.finish()
     accelerator.state.destroy_process_group()  # nothing may wait for others after it
     return output
+
+
+def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
+    """Starts the process group, if any. Raises ValueError under a strategy that is not supported."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    accelerator = Accelerator(
+        mixed_precision=MIXED_PRECISION[dtype],
+        log_with=None if log_with == "none" else log_with,
+        project_dir=str(output),
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
+    )
+    refuse_sharding(accelerator.distributed_type)
+    return accelerator
 
 
 def refuse_sharding(kind: Any) -> None:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shlex
 import shutil
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from medusa_heads import base_model
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
-from train.__main__ import MIXED_PRECISION, check_tracker, claim_output, prepare_data
+from train.__main__ import check_tracker, claim_output, make_accelerator, pick_precision, prepare_data
 from train.draft_model_config import DraftModelConfig, parse_config
 
 RECORD = "draft_model.json"
@@ -45,25 +43,15 @@ def run(config: DraftModelConfig) -> Path:
     check_tracker(config.log_with)
     rows, validation_rows, counts = prepare_data(config.as_heads_run())  # before the process group starts: no time-out can hit it
 
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import set_seed
 
     from medusa_heads.first_layers import copy_first_layers
     from train.draft_model_loss import DistilledModel
     from train.draft_model_trainer import DraftModelTrainer
     from train.packing import PackedDataset
 
-    dtype = config.base_dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true" else "float32"
-    accelerator = Accelerator(
-        mixed_precision=MIXED_PRECISION[dtype],
-        log_with=None if config.log_with == "none" else config.log_with,
-        project_dir=str(output),
-        step_scheduler_with_optimizer=False,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
-    )
+    dtype = pick_precision(config.base_dtype)
+    accelerator = make_accelerator(dtype, config.log_with, output)
     set_seed(config.seed)
     base, tokenizer = base_model.load_base(
         config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision

@@ -21,6 +21,7 @@ from train.draft_model_config import DraftModelConfig
 from train.draft_model_loss import FIGURES, DistilledModel
 from train.packing import PackedDataset
 from train.run_state import newest_checkpoint, restore, save_checkpoint
+from train.schedule import warmup_cosine
 from train.windows import WindowPlan, windows
 
 
@@ -63,12 +64,7 @@ class DraftModelTrainer:
         }
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then cosine to zero."""
-        warmup = max(1, round(self.config.warmup_ratio * self.num_steps))
-        if step < warmup:
-            return self.config.learning_rate * (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.num_steps - warmup)
-        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+        return warmup_cosine(step, self.num_steps, peak=self.config.learning_rate, warmup_ratio=self.config.warmup_ratio)
 
     def train(self) -> None:
         """Runs from the newest checkpoint, or from the start, to the last step.

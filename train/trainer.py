@@ -37,6 +37,7 @@ from train.run_state import (
     restore,
     save_checkpoint,
 )
+from train.schedule import warmup_cosine
 from train.windows import WindowPlan, windows
 
 
@@ -122,12 +123,7 @@ class Trainer:
         }
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then cosine to zero."""
-        warmup = max(1, round(self.config.warmup_ratio * self.num_steps))
-        if step < warmup:
-            return self.config.learning_rate * (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.num_steps - warmup)
-        return self.config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+        return warmup_cosine(step, self.num_steps, peak=self.config.learning_rate, warmup_ratio=self.config.warmup_ratio)
 
     def train(self, validation: Validation | None = None) -> None:
         """Runs from the newest checkpoint, or from the start, to the last step, or until validation says stop.
