@@ -158,7 +158,7 @@ class Generator:
                 for stat, length, runs in zip(stats, lengths, running, strict=True):
                     if runs:
                         stat.record(candidates.num_nodes, length)
-                emitted = emitted_tokens(candidates, accepted, running)
+                emitted = emitted_tokens(candidates, accepted, lengths, running)
                 last_B = accepted.path_BP.gather(1, accepted.length_B[:, None])[:, 0]
                 hidden_BD = hidden_BND[torch.arange(len(rows), device=last_B.device), last_B]
                 root_B = accepted.bonus_B
@@ -230,12 +230,12 @@ class Generator:
         return candidates
 
 
-def emitted_tokens(candidates: Candidates, accepted: Verification, running: Sequence[bool]) -> list[list[int]]:
-    """The accepted path below the root and the bonus token; nothing for rows that have ended."""
+def emitted_tokens(candidates: Candidates, accepted: Verification, lengths: Sequence[int], running: Sequence[bool]) -> list[list[int]]:
+    """The accepted path below the root, of `lengths` tokens, and the bonus token; nothing for rows that have ended."""
     path_tokens = candidates.tokens_BN.gather(1, accepted.path_BP).tolist()
     return [
         [*tokens[1 : length + 1], bonus] if runs else []
-        for tokens, length, bonus, runs in zip(path_tokens, accepted.length_B.tolist(), accepted.bonus_B.tolist(), running, strict=True)
+        for tokens, length, bonus, runs in zip(path_tokens, lengths, accepted.bonus_B.tolist(), running, strict=True)
     ]
 
 
