@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from infer.acceptance_stats import AcceptanceStats
 from infer.generate import Generator
-from infer.loading import Dtype, load_generator
+from infer.loading import Dtype, check_heads_options, load_generator
 from infer.prompts import encode_chat
 from infer.verifiers import VerifierChoice, check_verifier, is_lossless
 
@@ -103,6 +103,7 @@ class Generate(SamplingOptions):
         if not prompt.strip():
             raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
         config = self.generation_config()
+        check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
@@ -142,7 +143,8 @@ class Chat(SamplingOptions):
     """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
 
     def run(self) -> None:
-        self.generation_config()  # refuses impossible options before the model is loaded
+        self.generation_config()  # impossible options are refused before the model is loaded
+        check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         messages = system_message(self.system)

@@ -34,13 +34,12 @@ class KVCache(Cache):
         self.dtype, self.device = dtype, torch.device(device)
         self.capacity = 0
         self.buffers: dict[LayerShape, tuple[Tensor, Tensor]] = {}
-        self._write_RN: Tensor | None = None
+        self._write_RN: Tensor | None = None  # None: every row's new tokens are the last of its keys
         self._places_R1: Tensor | None = None
-        self._write_start = 0
-        self._key_length = 0
         self.views = [_LayerView(self, index) for index in range(len(self.shapes))]
         super().__init__(layers=list(self.views))
         self.reserve(capacity)
+        self._show(0)
 
     def reserve(self, capacity: int) -> None:
         """Grows the buffers to hold at least `capacity` tokens a row; what is stored stays."""
@@ -57,12 +56,12 @@ class KVCache(Cache):
                 grown.append(buffer)
             self.buffers[shape] = (grown[0], grown[1])
         self.capacity = capacity
-        self._show()
 
-    def _show(self) -> None:
-        """Points the layers at their parts of the buffers."""
+    def _show(self, key_length: int) -> None:
+        """Points the layers at their parts of the buffers, up to what the next forward sees."""
         for shape, (keys, values) in self.buffers.items():
             members = [view for view, own in zip(self.views, self.shapes, strict=True) if own == shape]
+            keys, values = keys[..., :key_length, :], values[..., :key_length, :]
             for position, view in enumerate(members):
                 view.keys, view.values = keys[position], values[position]
 
@@ -83,7 +82,6 @@ class KVCache(Cache):
         assert self.rows, "one row runs"
         held = len(self.rows)
         self.buffers = {shape: (keys[:, :held], values[:, :held]) for shape, (keys, values) in self.buffers.items()}
-        self._show()
 
     @property
     def held_lengths(self) -> list[int]:
@@ -93,14 +91,15 @@ class KVCache(Cache):
     def begin(self, num_new: int) -> int:
         """Announces a forward over `num_new` tokens a row. Returns the key length S it will see."""
         lengths = self.held_lengths
-        self._key_length = max(lengths) + num_new
-        self.reserve(self._key_length)
+        key_length = max(lengths) + num_new
+        self.reserve(key_length)
+        self._show(key_length)
         if min(lengths) == max(lengths):
-            self._write_start, self._write_RN = lengths[0], None
+            self._write_RN = None
         else:
             self._write_RN = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(num_new, device=self.device)
             self._places_R1 = torch.arange(len(lengths), device=self.device)[:, None]
-        return self._key_length
+        return key_length
 
     def keep(self, path_BP: Tensor, counts: Sequence[int]) -> None:
         """Keeps, of the tokens written last, those at indices path_BP[b, : counts[b]], in order.
@@ -146,17 +145,17 @@ class _LayerView(CacheLayerMixin):
         cache = self.cache
         assert self.keys is not None and self.values is not None
         if cache._write_RN is None:
-            start, num_new = cache._write_start, key_states.shape[2]
-            self.keys[:, :, start : start + num_new] = key_states
-            self.values[:, :, start : start + num_new] = value_states
+            self.keys[:, :, -key_states.shape[2] :] = key_states
+            self.values[:, :, -key_states.shape[2] :] = value_states
         else:
             assert cache._places_R1 is not None
             self.keys.transpose(1, 2)[cache._places_R1, cache._write_RN] = key_states.transpose(1, 2)
             self.values.transpose(1, 2)[cache._places_R1, cache._write_RN] = value_states.transpose(1, 2)
-        return self.keys[:, :, : cache._key_length], self.values[:, :, : cache._key_length]
+        return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache._key_length, 0
+        assert self.keys is not None
+        return self.keys.shape[2], 0
 
     def get_seq_length(self) -> int:
         return max(self.cache.held_lengths)

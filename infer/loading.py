@@ -10,20 +10,21 @@ import torch
 from transformers import PreTrainedModel
 
 from infer.drafters import Drafter, NoDrafter
-from infer.drafters.adaptive import AdaptiveDrafter
-from infer.drafters.heads import HeadsDrafter
+from infer.drafters.adaptive import adaptive
+from infer.drafters.heads import HeadsDrafter, drawn_shape
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
-from infer.tree import Tree
+from infer.tree import Tree, load_tree
 from infer.tree_spec import BeamTree, parse_tree, tuned_tree
 from infer.tune.auto_tree import choose_tree
 from infer.tune.tuned_check import tuned_engine
+from infer.verifiers import NO_DRAFTER, SampledShape, VerifierChoice, resolve_verifier
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 NO_HEADS = "none"
-PLAIN_MARGIN = 1.03  # a copy whose plain steps take longer than the fastest one's by more would slow text that no draft fits
+PRUDENT = 0.25  # share of the expected tokens beyond one per step that most text brings: a copy must pay even there
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,7 @@ class LoadedHeads:
 
     def drafter(self) -> Drafter:
         drafter = HeadsDrafter(self.engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
-        return adaptive_heads(drafter, self.curve) if self.curve else drafter
-
-
-def adaptive_heads(drafter: HeadsDrafter, curve: Sequence[dict[str, Any]]) -> AdaptiveDrafter:
-    """The drafter over beam trees of the sizes that were measured, or none where that is faster."""
-
-    def resize(num_nodes: int) -> None:
-        drafter.tree = BeamTree(num_nodes)
-
-    seconds: dict[int, dict[int, float]] = {}
-    for row in curve:
-        seconds.setdefault(row["batch_size"], {})[row["num_nodes"]] = row["draft_s"] + row["forward_s"]
-    return AdaptiveDrafter(drafter, resize, lengths={row["num_nodes"]: row["expected_acceptance_length"] for row in curve}, seconds=seconds)
+        return adaptive(drafter, self.curve) if self.curve else drafter
 
 
 def pick_device(name: str) -> torch.device:
@@ -85,6 +74,28 @@ def default_heads(base: str, heads: str | None) -> str:
     raise ValueError(f"--heads is needed for --base {base}: give a folder of heads trained for it, or `{NO_HEADS}` for plain decoding")
 
 
+def check_heads_options(heads: str | None, *, tree: str, verifier: VerifierChoice, temperature: float) -> None:
+    """Raises ValueError where it is known before anything is loaded that options do not go together."""
+    if heads != NO_HEADS:
+        check_tree_verifier(tree, verifier, temperature=temperature)
+        return
+    if tree != "auto":
+        raise ValueError(f"--tree {tree} has no effect with --heads {NO_HEADS}, which drafts nothing: leave it out, or give heads")
+    resolve_verifier(verifier, drafter=NO_DRAFTER, sampled_shape=None, temperature=temperature)
+
+
+def check_tree_verifier(tree: str, verifier: VerifierChoice, *, temperature: float) -> None:
+    """Raises ValueError where heads cannot draft for the verifier over this `--tree`; what static:N and tuned look
+    like shows only when the heads are loaded."""
+    kind = tree.partition(":")[0]
+    if kind in ("static", "tuned"):
+        return
+    shape: SampledShape | None = None
+    if kind not in ("auto", "beam"):
+        shape = "chain" if kind == "chain" else drawn_shape(load_tree(tree))
+    resolve_verifier(verifier, drafter=HeadsDrafter.name, sampled_shape=shape, temperature=temperature)
+
+
 def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, batch_size: int = 1) -> LoadedHeads:
     """Heads, the tree of a `--tree` argument and the fastest copy for it, both measured on this machine
     when the tree is `auto`.
@@ -108,25 +119,28 @@ def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, b
         heads = in_dtype(checkpoint, engine.dtype)
         choice = choose_tree(engine, heads, batch_size=batch_size)
         found.append(LoadedHeads(heads, engine, choice.tree, choice.curve))
-    return best_copy(found, batch_size)
+    return found[best_copy([heads.curve for heads in found], batch_size)]
 
 
-def best_copy(found: Sequence[LoadedHeads], batch_size: int) -> LoadedHeads:
-    """The copy with the most expected tokens per second among those whose plain steps are (nearly) the fastest."""
-    speeds = [
-        {row["num_nodes"]: row["expected_tokens_per_second"] for row in heads.curve if row["batch_size"] == batch_size} for heads in found
-    ]
-    plain = max(by_nodes[0] for by_nodes in speeds)
-    fast_enough = [
-        (max(by_nodes.values()), heads) for by_nodes, heads in zip(speeds, found, strict=True) if by_nodes[0] * PLAIN_MARGIN >= plain
-    ]
-    return max(fast_enough, key=lambda pair: pair[0])[1]
+def best_copy(curves: Sequence[Sequence[dict[str, Any]]], batch_size: int) -> int:
+    """Of the curves measured on copies of the base, the index of the one with the most expected tokens per second
+    among those that are no slower than the fastest plain decoding on text that the drafts hardly fit."""
+    rows = [[row for row in curve if row["batch_size"] == batch_size] for curve in curves]
+    plain = max(row["expected_tokens_per_second"] for own in rows for row in own if not row["num_nodes"])
+    prudent = [max(row["expected_tokens_per_second"] * _prudent_share(row["expected_acceptance_length"]) for row in own) for own in rows]
+    fast_enough = [index for index, speed in enumerate(prudent) if speed >= plain]
+    return max(fast_enough, key=lambda index: max(row["expected_tokens_per_second"] for row in rows[index]))
+
+
+def _prudent_share(length: float) -> float:
+    return (1 + PRUDENT * (length - 1)) / length
 
 
 def load_generator(base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str) -> tuple[Generator, Any]:
     """A generator for single conversations, with heads or (`--heads none`) without, and the tokenizer."""
+    name = default_heads(base, heads)
     model, tokenizer = load_model(base, dtype=dtype, device=device)
-    copies, name = decoding_copies(model), default_heads(base, heads)
+    copies = decoding_copies(model)
     if name == NO_HEADS:
         return Generator(fastest_copy(copies, [1]), NoDrafter(), tokenizer=tokenizer), tokenizer
     loaded = load_with_tree(name, copies, tree)

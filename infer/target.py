@@ -86,7 +86,13 @@ class ProcessedTarget:
             processing, sampled = processors(len(prompt), limit)
             self.rows.append(RowLaw(processing, seed=row_seed(seed, row) if sampled else None))
         first = self.rows[0]
-        self.verifier = resolve_verifier(verifier, drafter=drafter.name, sampled_shape=drafter.sampled_shape, greedy=first.is_greedy)
+        self.verifier = resolve_verifier(
+            verifier,
+            drafter=drafter.name,
+            sampled_shape=drafter.sampled_shape,
+            temperature=0.0 if first.is_greedy else first.temperature,
+            batch_size=len(self.rows),
+        )
         self.draft_sampling: DraftSampling | None = None
         if needs_drawn_drafts(self.verifier):
             self.draft_sampling = DraftSampling(first.temperature, tuple(row_seed(seed, f"draft/{row}") for row in range(len(self.rows))))

@@ -1,54 +1,100 @@
-"""Measured rank accuracies -> the static tree of N nodes with the longest expected acceptance."""
+"""Ranks of the true tokens in held-out answers -> nodes of static trees, those that are right most often first.
 
-# K heads, R ranks
+A node is right where the ranks of the true tokens begin with its path, so on these answers the acceptance length
+of a static tree is counted, not modelled: 1 + the share of steps at which each of its nodes is right. No node is
+right more often than its parent: the N nodes that are right most often are a tree, and no tree of N nodes has more.
+
+Steps do not begin at every position. Decoding goes on behind what was accepted, so it meets hard positions more
+often, and which ones depends on the tree: the tree and the positions are settled in turns.
+"""
+
+# R consecutive positions of an answer, K heads
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from infer.tree import Tree, build_tree
+import torch
+from torch import Tensor
+
+from infer.tree import Path_, Tree, build_tree
+
+NUM_RANKS = 32
+REFERENCE_NODES = 64  # of the tree that decides where steps begin: the order it gives also serves smaller trees
+NUM_TURNS = 4
 
 
-def static_tree(rank_accuracy_KR: Sequence[Sequence[float]], num_nodes: int) -> Tree:
-    """The best static tree of `num_nodes` nodes besides the root.
+def best_nodes(runs_RK: Sequence[Tensor]) -> dict[Path_, float]:
+    """Nodes, and how often each is right at the steps of a tree of REFERENCE_NODES of them, in falling order.
 
-    rank_accuracy_KR[k][r]: how often head k + 1's token of rank r is the true one, given that the
-    path above it is. A node's worth is the product along its path, and a child is never worth more
-    than its parent or its better sibling, so taking the best open node each time is optimal.
-    Raises ValueError when no accuracies were measured.
+    runs_RK: per run of consecutive positions, the ranks of the K true tokens below each, long [R, K]. Of the orders
+    met in NUM_TURNS turns it is the one whose tree decodes these very runs in the fewest steps.
     """
-    if not rank_accuracy_KR:
+    nodes = node_shares(torch.cat(list(runs_RK)))
+    found: list[tuple[float, dict[Path_, float]]] = []
+    for _ in range(NUM_TURNS):
+        accepted = accepted_in_runs(runs_RK, static_tree(nodes, min(REFERENCE_NODES, len(nodes))))
+        steps_RK = torch.cat([run_RK[step_starts(accepted_R)] for run_RK, accepted_R in zip(runs_RK, accepted, strict=True)])
+        nodes = node_shares(steps_RK)
+        found.append((static_length(runs_RK, static_tree(nodes, min(REFERENCE_NODES, len(nodes)))), nodes))
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def node_shares(ranks_RK: Tensor) -> dict[Path_, float]:
+    """How often every node that is ever right is right at these positions, in falling order, parents first among
+    equals; ranks from NUM_RANKS on are left out."""
+    shares: dict[Path_, float] = {}
+    for depth in range(1, ranks_RK.shape[1] + 1):
+        paths = ranks_RK[(ranks_RK[:, :depth] < NUM_RANKS).all(1), :depth]
+        nodes, counts = paths.unique(dim=0, return_counts=True)
+        shares |= {tuple(path): count / len(ranks_RK) for path, count in zip(nodes.tolist(), counts.tolist(), strict=True)}
+    return dict(sorted(shares.items(), key=lambda node: (-node[1], len(node[0]), node[0])))
+
+
+def static_tree(nodes: Mapping[Path_, float], num_nodes: int) -> Tree:
+    """The first `num_nodes` of the nodes, which stand in falling order. Raises ValueError when there are not as many."""
+    if len(nodes) < num_nodes:
+        held = f"only {len(nodes)}" if nodes else "no"
         raise ValueError(
-            "--tree static:N needs rank accuracies, which this heads checkpoint does not hold: "
-            "train it with validation prompts, or give a JSON tree or beam:N"
+            f"--tree static:{num_nodes}: these heads come with {held} measured nodes: measure them with `medusa-heads tree`, "
+            "or give beam:N or a JSON tree"
         )
-    # Ranks in falling order of accuracy per head; a measured curve need not fall monotonically.
-    order = [sorted(range(len(row)), key=lambda r, row=row: -row[r]) for row in rank_accuracy_KR]  # type: ignore[misc]
-    paths: list[tuple[int, ...]] = []
-    open_nodes: list[tuple[float, tuple[int, ...], float]] = []
-
-    def push(prefix: tuple[int, ...], prefix_worth: float, position: int) -> None:
-        depth = len(prefix)
-        if depth < len(order) and position < len(order[depth]):
-            rank = order[depth][position]
-            heapq.heappush(open_nodes, (-prefix_worth * rank_accuracy_KR[depth][rank], (*prefix, position), prefix_worth))
-
-    push((), 1.0, 0)
-    while open_nodes and len(paths) < num_nodes:
-        negative_worth, path, prefix_worth = heapq.heappop(open_nodes)
-        paths.append(path)
-        push(path[:-1], prefix_worth, path[-1] + 1)
-        push(path, -negative_worth, 0)
-    return build_tree([tuple(order[d][p] for d, p in enumerate(path)) for path in paths])
+    return build_tree(list(nodes)[:num_nodes])
 
 
-def expected_length(rank_accuracy_KR: Sequence[Sequence[float]], tree: Tree) -> float:
-    """Expected acceptance length of a static tree, bonus token included."""
-    total = 1.0
-    for path in tree.paths:
-        worth = 1.0
-        for depth, rank in enumerate(path):
-            worth *= rank_accuracy_KR[depth][rank]
-        total += worth
-    return total
+def accepted_lengths(ranks_RK: Tensor, tree: Tree) -> Tensor:
+    """Drafted tokens that a static tree gets accepted at each position, [R]."""
+    right_PR = [(ranks_RK[:, : len(path)] == torch.tensor(path)).all(1) for path in tree.paths]
+    return torch.stack(right_PR).sum(0) if right_PR else torch.zeros(len(ranks_RK), dtype=torch.long)
+
+
+def accepted_in_runs(runs_RK: Sequence[Tensor], tree: Tree) -> Sequence[Tensor]:
+    """The same per run."""
+    return accepted_lengths(torch.cat(list(runs_RK)), tree).split([len(run_RK) for run_RK in runs_RK])
+
+
+def step_starts(accepted_R: Tensor) -> list[int]:
+    """The positions of a run at which decoding begins a step: the first one, and the one behind what each step emits,
+    the accepted tokens and the bonus token."""
+    accepted, starts, position = accepted_R.tolist(), [], 0
+    while position < len(accepted):
+        starts.append(position)
+        position += accepted[position] + 1
+    return starts
+
+
+def decoded_length(accepted: Sequence[Tensor]) -> float:
+    """Mean acceptance length, the bonus token included, over the steps of decoding runs of which each position's
+    accepted tokens [R] are given."""
+    steps = torch.cat([accepted_R[step_starts(accepted_R)] for accepted_R in accepted])
+    return 1 + float(steps.double().mean())
+
+
+def static_length(runs_RK: Sequence[Tensor], tree: Tree) -> float:
+    """Mean acceptance length of decoding the runs with a static tree."""
+    return decoded_length(accepted_in_runs(runs_RK, tree))
+
+
+def expected_length(nodes: Mapping[Path_, float], tree: Tree) -> float:
+    """Acceptance length of any static tree at the steps that the nodes were measured at; those not among them are never right."""
+    return 1 + sum(nodes.get(path, 0.0) for path in tree.paths)

@@ -2,7 +2,7 @@
 
 chain          the K best tokens, one below the other
 beam:N         N nodes chosen anew at every step by the per-depth beam
-static:N       N nodes chosen once, from rank accuracies measured on validation text
+static:N       N nodes chosen once: those that were right most often on validation text
 FILE.json      a static tree of rank paths
 tuned          the tree that `medusa-heads tree` chose for these heads and stored with them
 auto           the beam tree whose size gives the most tokens per second on this machine, chosen anew at every
@@ -89,7 +89,7 @@ def parse_tree(spec: str, checkpoint: HeadsCheckpoint) -> Tree | BeamTree | None
     if kind in ("beam", "static"):
         if not argument.isdecimal() or int(argument) < 1:
             raise ValueError(f"--tree {spec}: write {kind}:N with N >= 1 nodes besides the root")
-        return beam_tree(int(argument), checkpoint) if kind == "beam" else static_tree(checkpoint.rank_accuracy, int(argument))
+        return beam_tree(int(argument), checkpoint) if kind == "beam" else static_tree(checkpoint.static_nodes, int(argument))
     tree = load_tree(spec)
     try:
         tree.check(num_heads=checkpoint.config.num_heads, vocab_size=num_proposed(checkpoint))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from infer.draws import Draws
@@ -19,8 +21,22 @@ from infer.verify_sampled import (
 VerifierChoice = Literal["auto", "sample-and-match", "token-rejection", "block", "recursive-rejection", "traversal", "typical"]
 SampledShape = Literal["chain", "tree"]
 
-# What `auto` runs when tokens are drawn, by the drafter's name and what it can draw; sample-and-match for everything else.
-AUTO: dict[tuple[str, SampledShape], VerifierChoice] = {("draft_model", "chain"): "block"}
+
+@dataclass(frozen=True, slots=True)
+class BestVerifier:
+    """A measurement: for drafts of this shape, at this temperature and batch size, the exact verifier with the most tokens
+    per second (scripts/compare_verifiers.py prints them)."""
+
+    drafter: str
+    shape: SampledShape
+    temperature: float
+    batch_size: int
+    verifier: VerifierChoice
+
+
+# What `auto` runs when tokens are drawn: the nearest measurement of the drafter and what it can draw; sample-and-match for
+# what was never measured and for drafters that draw nothing.
+AUTO = (BestVerifier("draft_model", "chain", 1.0, 1, "block"),)
 SHAPE_NEEDED: dict[VerifierChoice, SampledShape] = {
     "token-rejection": "chain",
     "block": "chain",
@@ -40,14 +56,16 @@ def is_lossless(verifier: VerifierChoice) -> bool:
     return verifier not in LOSSY
 
 
-def resolve_verifier(verifier: VerifierChoice, *, drafter: str, sampled_shape: SampledShape | None, greedy: bool) -> VerifierChoice:
-    """The verifier to run. drafter: its name; sampled_shape: what it can draw.
+def resolve_verifier(
+    verifier: VerifierChoice, *, drafter: str, sampled_shape: SampledShape | None, temperature: float, batch_size: int = 1
+) -> VerifierChoice:
+    """The verifier to run. drafter: its name; sampled_shape: what it can draw; temperature: 0 for greedy decoding.
 
     Raises ValueError when the verifier is unknown, or impossible with greedy decoding or with this drafter.
     """
-    check_verifier(verifier, greedy=greedy)
+    check_verifier(verifier, greedy=not temperature)
     if verifier == "auto":
-        return AUTO.get((drafter, sampled_shape), "sample-and-match") if sampled_shape and not greedy else "sample-and-match"
+        return best_verifier(drafter, sampled_shape, temperature=temperature, batch_size=batch_size)
     if drafter == NO_DRAFTER and verifier != "sample-and-match":
         raise ValueError(f"--verifier {verifier}: nothing is drafted here, so nothing is verified: leave it out, or give heads")
     needed = SHAPE_NEEDED.get(verifier)
@@ -62,6 +80,18 @@ def resolve_verifier(verifier: VerifierChoice, *, drafter: str, sampled_shape: S
             f"--verifier {verifier} is for chains, and the `{drafter}` drafter draws trees here: give --tree chain, or --verifier traversal"
         )
     return verifier
+
+
+def best_verifier(drafter: str, sampled_shape: SampledShape | None, *, temperature: float, batch_size: int) -> VerifierChoice:
+    """That of the measurement with the nearest temperature, and of those the nearest batch size."""
+    measured = [best for best in AUTO if (best.drafter, best.shape) == (drafter, sampled_shape)]
+    if not measured or not temperature:
+        return "sample-and-match"
+
+    def distance(best: BestVerifier) -> tuple[float, float]:
+        return abs(math.log(best.temperature / temperature)), abs(math.log(best.batch_size / batch_size))
+
+    return min(measured, key=distance).verifier
 
 
 def check_verifier(verifier: VerifierChoice, *, greedy: bool) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -68,7 +69,7 @@ def load_base(
         from medusa_heads.embedded import embedded_model_path
 
         base = str(embedded_model_path())
-    elif not os.path.isdir(base) and (base.startswith((".", "/", "~")) or base.count("/") > 1):
+    elif not os.path.isdir(base) and not _may_be_hub_id(base):
         raise ValueError(f"--base {base!r}: no such folder; give a local folder, a hub id (owner/name) or `embedded`")
     try:
         config = AutoConfig.from_pretrained(base, revision=revision)
@@ -76,9 +77,9 @@ def load_base(
         tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
         model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto", **loading)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"--base {base!r} could not be loaded: {error}") from error
+        raise ValueError(f"--base {base!r} could not be loaded: {_why_not_loaded(base, error)}") from error
     except ValueError as error:
-        raise ValueError(f"--base {base!r}: {error}") from error
+        raise ValueError(f"--base {base!r}: {_one_line(error)}") from error
     except Exception as error:  # safetensors raises its own type for a truncated file
         if type(error).__name__ == "SafetensorError":
             raise ValueError(f"--base {base!r}: a weight file is damaged or truncated ({error}); copy or download it again") from error
@@ -106,7 +107,25 @@ def load_tokenizer(base: str, *, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(base_path(base), revision=revision)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--base {base!r}: its tokenizer could not be loaded: {error}") from error
+        raise ValueError(f"--base {base!r}: its tokenizer could not be loaded: {_why_not_loaded(base, error)}") from error
+
+
+def _may_be_hub_id(base: str) -> bool:
+    return not base.startswith((".", "/", "~")) and base.count("/") <= 1
+
+
+def _why_not_loaded(base: str, error: Exception) -> str:
+    """The reason in one line; for a hub id that offline mode keeps from being fetched, with the ways out."""
+    if isinstance(error, OSError) and constants.HF_HUB_OFFLINE and _may_be_hub_id(base) and not os.path.isdir(base):
+        return (
+            "it is no local folder, not (wholly) in the cache of hub models, and HF_HUB_OFFLINE keeps it from being fetched: run "
+            f"`hf download {base}` on the network first, unset HF_HUB_OFFLINE, or give a local folder"
+        )
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def stored_weights(model: PreTrainedModel) -> PreTrainedModel:

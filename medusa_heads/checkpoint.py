@@ -1,4 +1,4 @@
-"""Draft heads <-> a folder: config.json, model.safetensors, rank accuracies, card and command.
+"""Draft heads <-> a folder: config.json, model.safetensors, measured acceptance, card and command.
 
 Loading is strict: another base model, a missing or extra tensor or a wrong shape is an error that
 says what differs. Saving writes to a temporary name and renames, so a folder is whole or absent.
@@ -35,16 +35,15 @@ VOCABULARY_FILE = "draft_vocabulary.json"
 class HeadsCheckpoint:
     """A loaded heads checkpoint.
 
-    rank_accuracy: [K][R], how often head k's token of rank r is the base's own, given that the path
-    above it is; measured on validation text, empty when not measured. acceptance: expected
-    acceptance length of the beam tree by number of nodes, likewise. draft_vocabulary: the token ids
-    [V'] worth proposing, ascending, or None for all.
+    static_nodes: rank paths of the nodes worth drafting in a static tree, and how often each is right, in falling
+    order; measured on validation text, empty when not measured. acceptance: expected acceptance length of the beam
+    tree by number of nodes, likewise. draft_vocabulary: the token ids [V'] worth proposing, ascending, or None for all.
     """
 
     heads: MedusaHeads
     config: HeadsConfig
     folder: Path
-    rank_accuracy: list[list[float]] = field(default_factory=list)
+    static_nodes: dict[tuple[int, ...], float] = field(default_factory=dict)
     acceptance: dict[int, float] = field(default_factory=dict)
     draft_vocabulary: Tensor | None = None
 
@@ -92,34 +91,43 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
     check_tensors(tensors, dict(heads.named_parameters()), path)
     heads.load_state_dict(tensors)
     heads.requires_grad_(False)
-    rank_accuracy, acceptance = _read_measured(folder)
+    static_nodes, acceptance = _read_measured(folder)
     return HeadsCheckpoint(
         heads=heads.to(device=model.device, dtype=dtype or model.dtype).eval(),
         config=config,
         folder=folder,
-        rank_accuracy=rank_accuracy,
+        static_nodes=static_nodes,
         acceptance=acceptance,
         draft_vocabulary=_read_vocabulary(folder, config.vocab_size),
     )
 
 
-def _read_measured(folder: Path) -> tuple[list[list[float]], dict[int, float]]:
-    """Rank accuracy and acceptance length, empty where nothing was measured."""
+def _read_measured(folder: Path) -> tuple[dict[tuple[int, ...], float], dict[int, float]]:
+    """Nodes of static trees and acceptance length, empty where nothing was measured."""
     path = folder / "trees" / "measured.json"
     if not path.is_file():
-        return [], {}
+        return {}, {}
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
     try:
-        rank_accuracy = [[_number(share) for share in shares] for shares in found.get("rank_accuracy", [])]
-        return rank_accuracy, {int(n): _number(tau) for n, tau in found.get("acceptance_length", {}).items()}
+        nodes = {path_from_name(name): _number(share) for name, share in found.get("static_nodes", {}).items()}
+        return nodes, {int(n): _number(tau) for n, tau in found.get("acceptance_length", {}).items()}
     except (TypeError, ValueError, AttributeError):
         raise ValueError(
-            f"{path} is damaged: expected `rank_accuracy`, a list of numbers per head, and `acceptance_length`, "
+            f"{path} is damaged: expected `static_nodes`, a number per rank path such as `0,2`, and `acceptance_length`, "
             "a number per count of nodes; copy the checkpoint again"
         ) from None
+
+
+def path_name(path: tuple[int, ...]) -> str:
+    """A rank path as it stands in trees/measured.json: (0, 2) is `0,2`."""
+    return ",".join(map(str, path))
+
+
+def path_from_name(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(",")))
 
 
 def _number(value: Any) -> float:
@@ -191,7 +199,7 @@ def save_heads(
 ) -> Path:
     """Writes a heads checkpoint, replacing what `folder` held only once the new one is whole.
 
-    card: the README.md; draft_vocabulary: token ids to propose (None: all); measured: `rank_accuracy`
+    card: the README.md; draft_vocabulary: token ids to propose (None: all); measured: `static_nodes`
     and `acceptance_length` for trees/measured.json;
     dtype: storage type (None: the heads' own). Raises ValueError when `folder` cannot be written or
     holds files but no checkpoint.

@@ -7,6 +7,7 @@ import json
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from medusa_heads import base_model
@@ -65,11 +66,13 @@ def fingerprint(model: PreTrainedModel) -> str:
 def weights_digest(model: PreTrainedModel) -> int:
     """A 64-bit checksum of every bit of every base weight: equal before and after training.
 
-    Position-weighted integer sums, so it runs where the weights live and costs one pass over them.
+    Position-weighted integer sums, so it runs where the weights live and costs one pass over them. Of a sharded base: of the
+    share that this process holds.
     """
     total = 0
     for index, (_, weight) in enumerate(sorted(base_model.weight_tensors(model).items())):
-        flat = weight.detach().contiguous().view(-1).view(torch.uint8)
+        share = weight.to_local() if isinstance(weight, DTensor) else weight
+        flat = share.detach().contiguous().view(-1).view(torch.uint8)
         words = flat[: flat.numel() // 4 * 4].view(torch.int32)
         for start in range(0, words.numel(), 1 << 24):
             chunk = words[start : start + (1 << 24)].long()

@@ -1,10 +1,12 @@
-"""Our training step against a straightforward one that materialises all logits: tokens/s and memory.
+"""Our training step, from tokens and from stored hidden states, against a straightforward one: tokens/s and memory.
 
-    python scripts/bench_training.py --base embedded --rows 32 --length 512 --num-heads 4
+    python scripts/bench_training.py --base embedded --rows 64 --length 512 --num-heads 4
+    python scripts/bench_training.py --base embedded --rows 64 --length 512 --num-heads 4 --draft-vocab-size 12288
 
-Both run the same frozen base forward, heads, AdamW and batch of random tokens, every position
-supervised, in one process. The straightforward loop computes [K, B, T, V] logits and lets autograd
-differentiate torch's cross-entropy. Prints one JSON line.
+All run the same heads, AdamW and rows of random tokens, every position supervised, in one process. `online` and `device` take their
+batches from the trainer's own loader, with the base in every step or with its hidden states on the device from the start. The
+straightforward loop computes [K, B, T, V] logits and lets autograd differentiate torch's cross-entropy. `base_forward` is the base alone
+on the same batches, below which no online step can get. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import json
 import platform
 import resource
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch
 import tyro
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,9 +31,14 @@ from medusa_heads import base_model
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
 from medusa_heads.versions import commit, versions
-from train.batch import make_batch
+from train.batch import TrainBatch
+from train.config import TrainConfig
 from train.headed_model import HeadedModel
-from train.packing import PackedBatch
+from train.hidden_states import training_windows
+from train.packing import PackedDataset
+from train.windows import WindowPlan
+
+WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,73 +51,114 @@ class BenchTraining:
     """Tokens in a row."""
     num_heads: int = 4
     """K."""
+    draft_vocab_size: int | None = None
+    """Tokens that are proposed, and drawn; None: all."""
     steps: int = 20
     """Timed steps, after 3 of warm-up."""
-    which: tuple[str, ...] = ("ours", "all_logits")
+    num_batches: int = 4
+    """Different batches, met in turn."""
+    num_workers: int = 2
+    """Processes or threads that load ahead."""
+    which: tuple[str, ...] = ("online", "device", "base_forward", "all_logits")
     """Which loops to run; one alone makes peak memory on a CPU its own."""
 
     def run(self) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
+        device = accelerator.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         base_model.quiet_transformers()
         model, _ = base_model.load_base(self.base, dtype=dtype, device=device)
+        packed = self.packed(base_model.vocab_size(model))
         found: dict[str, Any] = {}
         for name in self.which:
             torch.manual_seed(0)
-            headed = HeadedModel(model, create_heads(HeadsConfig(num_heads=self.num_heads), model))
-            step = {"ours": ours, "all_logits": all_logits}[name]
-            found[name] = self.measure(lambda headed=headed, step=step: step(headed, self.batch(model, device)), headed, device)
-        if len(found) == 2:
-            found["speed_ratio"] = found["ours"]["tokens_per_second"] / found["all_logits"]["tokens_per_second"]
-            if device.type == "cuda":
-                found["memory_ratio"] = found["ours"]["peak_bytes"] / found["all_logits"]["peak_bytes"]
+            vocabulary = None if self.draft_vocab_size is None else torch.arange(self.draft_vocab_size)
+            heads = create_heads(HeadsConfig(num_heads=self.num_heads), model)
+            headed = HeadedModel(model, heads, draft_vocabulary=vocabulary)
+            started = time.perf_counter()
+            batches = self.batches(headed, packed, accelerator, "device" if name == "device" else "online")
+            _wait(device)
+            seconds = time.perf_counter() - started
+            step = {"all_logits": all_logits, "base_forward": base_forward}.get(name, ours)
+            found[name] = self.measure(step, headed, batches, accelerator) | {"seconds_before_the_first_step": seconds}
+        for name, other in (("online", "all_logits"), ("device", "online"), ("online", "base_forward")):
+            if name in found and other in found:
+                found[f"speed_ratio_{name}_to_{other}"] = found[name]["tokens_per_second"] / found[other]["tokens_per_second"]
+                if device.type == "cuda":
+                    found[f"memory_ratio_{name}_to_{other}"] = found[name]["peak_bytes"] / found[other]["peak_bytes"]
         hardware = (
             torch.cuda.get_device_name()
             if device.type == "cuda"
             else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         )
-        settings = {"rows": self.rows, "length": self.length, "num_heads": self.num_heads, "steps": self.steps, "dtype": str(dtype)}
+        settings = {name: getattr(self, name) for name in ("rows", "length", "num_heads", "draft_vocab_size", "steps", "num_workers")}
+        settings["dtype"] = str(dtype)
         print(json.dumps({"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit(), **found}))
 
-    def batch(self, model: Any, device: torch.device) -> PackedBatch:
-        ids = torch.randint(0, base_model.vocab_size(model), (self.rows, self.length), generator=torch.Generator().manual_seed(0))
-        positions = torch.arange(self.length).expand(self.rows, -1).contiguous()
-        num_slots = (self.length - 2 - positions).clamp(0, self.num_heads)
-        return PackedBatch(ids, positions, torch.ones_like(ids), num_slots, [["row"]] * self.rows)
+    def packed(self, vocab_size: int) -> PackedDataset:
+        """Rows of one document each; all tokens but the first are an answer."""
+        shape = (self.rows * self.num_batches, self.length)
+        ids = torch.randint(0, self.draft_vocab_size or vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        mask = [False] + [True] * (self.length - 1)
+        names = [f"row-{index}" for index in range(len(ids))]
+        rows = datasets.Dataset.from_dict({"id": names, "input_ids": ids.tolist(), "assistant_mask": [mask] * len(ids)})
+        return PackedDataset(rows, self.length, self.num_heads)
 
-    def measure(self, step: Callable[[], Tensor], headed: HeadedModel, device: torch.device) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(headed.heads.parameters(), lr=1e-4, fused=device.type == "cuda")
-        if device.type == "cuda":
+    def batches(self, headed: HeadedModel, packed: PackedDataset, accelerator: Accelerator, mode: Any) -> Iterator[list[TrainBatch]]:
+        config = TrainConfig(
+            output_dir="", data=["random"], hidden_states=mode, batch_size=self.rows, num_workers=self.num_workers, num_heads=self.num_heads
+        )
+        plan = WindowPlan(len(packed), self.rows, 1, 1, 0, 0)
+        return training_windows(config, headed, packed, plan, accelerator, first_step=0, num_steps=self.steps + WARM_UP_STEPS)
+
+    def measure(
+        self, step: Callable[..., Tensor], headed: HeadedModel, batches: Iterator[list[TrainBatch]], accelerator: Accelerator
+    ) -> dict[str, Any]:
+        device, on_gpu = accelerator.device, accelerator.device.type == "cuda"
+        optimizer = torch.optim.AdamW(headed.heads.parameters(), lr=1e-4, fused=on_gpu)
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        start, loss = 0.0, None
-        for index in range(self.steps + 3):
-            if index == 3:
-                _wait(device)
-                start = time.perf_counter()
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = step()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        start, loss = 0.0, torch.zeros(())
+        weights_K = torch.zeros(self.num_heads, device=device)
+        with warnings.catch_warnings(record=True) as waits:
+            for index, (batch,) in enumerate(batches):
+                if index == 0:
+                    weights_K = 1 / batch.slot_counts.to(device)  # the same in every batch
+                if index == WARM_UP_STEPS:
+                    _wait(device)
+                    start = time.perf_counter()
+                    _warn_of_host_waits(on_gpu)
+                with accelerator.autocast():
+                    loss = step(headed, batch.to(device), weights_K)
+                if loss.requires_grad:
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if on_gpu:
+                torch.cuda.set_sync_debug_mode("default")
         _wait(device)
         seconds = (time.perf_counter() - start) / self.steps
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "seconds_per_step": seconds,
             "tokens_per_second": self.rows * self.length / seconds,
             "peak_bytes": peak,
-            "loss": float(loss),
+            "host_waits_per_step": sum("synchroniz" in str(wait.message) for wait in waits) / self.steps if on_gpu else None,
+            "loss": float(loss.detach()),
         }
 
 
-def ours(headed: HeadedModel, packed: PackedBatch) -> Tensor:
-    batch = make_batch(packed, headed.heads.config.num_heads).to(headed.base.device)
-    weights = 1.0 / batch.slot_counts.to(headed.base.device)
-    return headed(**batch.tensors, slot_weights=weights).loss
+def ours(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
+    return headed(**batch.tensors, slot_weights=weights_K).loss  # type: ignore[no-any-return]
 
 
-def all_logits(headed: HeadedModel, packed: PackedBatch) -> Tensor:
-    ids = packed.input_ids.to(headed.base.device)
+def base_forward(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
+    inputs = (batch.tensors[name] for name in ("input_ids", "position_ids", "document_ids"))
+    return headed.hidden_states(*inputs).sum()
+
+
+def all_logits(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
+    ids = batch.tensors["input_ids"]
     with torch.no_grad():
         hidden = base_model.forward_hidden(headed.base, ids)
     states = headed.heads.draft_states(hidden.flatten(0, 1)).unflatten(0, ids.shape)
@@ -117,6 +168,13 @@ def all_logits(headed: HeadedModel, packed: PackedBatch) -> Tensor:
         shift = k + 2
         total = total + F.cross_entropy(logits_BTV[:, :-shift].flatten(0, 1).float(), ids[:, shift:].flatten())
     return total
+
+
+def _warn_of_host_waits(on_gpu: bool) -> None:
+    """From here on every wait of the host for the GPU is a warning, which `measure` counts."""
+    if on_gpu:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
 
 
 def _wait(device: torch.device) -> None:

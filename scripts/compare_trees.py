@@ -122,13 +122,14 @@ class CompareTrees:
 
 
 def expected(checkpoint: HeadsCheckpoint, trees: Sequence[str]) -> list[dict[str, Any]]:
-    """Nodes and expected acceptance length on the held-out positions that are stored with the heads."""
+    """Nodes and expected acceptance length on the held-out answers whose figures are stored with the heads: of static
+    trees at the steps that `static:N` was chosen at, which flatters it a little."""
     rows = []
     for spec in trees:
         tree = None if spec == PLAIN else parse_tree(spec, checkpoint)
         length = None
         if isinstance(tree, Tree):
-            length = expected_length(checkpoint.rank_accuracy, tree) if checkpoint.rank_accuracy else None
+            length = expected_length(checkpoint.static_nodes, tree) if checkpoint.static_nodes else None
         elif tree is not None and checkpoint.acceptance:
             length = expected_beam_length(checkpoint.acceptance, tree.num_nodes)
         rows.append({"tree": spec, "num_nodes": None if tree is None else tree.num_nodes, "expected_acceptance_length": length})

@@ -15,7 +15,7 @@ import tyro
 
 from infer.loading import pick_device
 from medusa_heads import base_model
-from medusa_heads.checkpoint import load_heads, save_heads
+from medusa_heads.checkpoint import load_heads, path_name, save_heads
 from medusa_heads.cost_twin import load_twin, widen_heads
 from medusa_heads.model_card import model_card
 from medusa_heads.replacing import replacing_folder
@@ -50,7 +50,8 @@ class MakeCostTwin:
             heads = widen_heads(checkpoint.heads, twin)
             heads.config = replace(heads.config, base_model="twin")
             card = model_card(heads.config, base_license="apache-2.0", data={}, recipe={"widened_from": self.heads}, measured={})
-            measured = {"rank_accuracy": checkpoint.rank_accuracy, "acceptance_length": checkpoint.acceptance}
+            nodes = {path_name(path): share for path, share in checkpoint.static_nodes.items()}
+            measured = {"static_nodes": nodes, "acceptance_length": checkpoint.acceptance}
             save_heads(heads, self.heads_output, card=card, measured=measured, draft_vocabulary=checkpoint.draft_vocabulary)
             print(f"heads written to {self.heads_output}")
 

@@ -68,6 +68,8 @@ def run(config: TrainConfig) -> Path:
     from train.headed_model import HeadedModel
     from train.objectives import Objective
     from train.packing import PackedDataset
+    from train.sharding import in_lock_step, loading_device
+    from train.state_manifest import tokenizer_keys
     from train.trainer import Trainer
 
     make_model: Callable[..., HeadedModel] = HeadedModel
@@ -82,7 +84,7 @@ def run(config: TrainConfig) -> Path:
     model, tokenizer = base_model.load_base(
         config.base,
         dtype=base_model.parse_dtype(dtype),
-        device=accelerator.device,
+        device=loading_device(accelerator, four_bit=config.base_4bit),
         revision=config.revision,
         four_bit=config.base_4bit,
     )
@@ -98,7 +100,8 @@ def run(config: TrainConfig) -> Path:
         heads.requires_grad_(True)
     else:
         heads = create_heads(config.heads_config(), model)
-    packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.config.num_heads)
+    keys = tokenizer_keys(tokenizer)
+    packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.config.num_heads, tokenizer_keys=keys)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
     if config.log_with != "none":
         start_tracker(accelerator, config)
@@ -113,8 +116,9 @@ def run(config: TrainConfig) -> Path:
     )
     trainer = trainer_type(config, headed, packed, accelerator)
     trainer.train(make_validation(replace(config, num_heads=heads.config.num_heads), validation_rows, model, tokenizer))
-    if accelerator.is_main_process:
-        write_heads(config, trainer, validation_rows, counts, output, vocabulary)
+    with in_lock_step(accelerator, trainer.headed):
+        if accelerator.is_main_process:
+            write_heads(config, trainer, validation_rows, counts, output, vocabulary)
     accelerator.wait_for_everyone()
     if lock is not None:
         lock.release()
@@ -124,9 +128,11 @@ def run(config: TrainConfig) -> Path:
 
 
 def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
-    """Starts the process group, if any. Raises ValueError under a strategy that is not supported."""
+    """Starts the process group, if any. Raises ValueError under a strategy, or with a setting of it, that is not supported."""
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
+
+    from train.sharding import start_sharding
 
     accelerator = Accelerator(
         mixed_precision=MIXED_PRECISION[dtype],
@@ -135,17 +141,8 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
     )
-    refuse_sharding(accelerator.distributed_type)
+    start_sharding(accelerator)
     return accelerator
-
-
-def refuse_sharding(kind: Any) -> None:
-    """The checkpoints would hold one process's share of the heads: nothing here gathers them yet."""
-    if kind.value in ("FSDP", "DEEPSPEED"):
-        raise ValueError(
-            f"training under {kind.value} is not supported: launch with --config_file configs/accelerate/ddp.yaml "
-            "(every GPU holds the base), or train on a base that fits one GPU"
-        )
 
 
 def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
@@ -230,7 +227,12 @@ def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
     from train.tokenized_data import tokenize_dataset
 
     cache = cache_dir() / "tokenized"
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the data cache {cache} ({error.strerror}): set MEDUSA_HEADS_CACHE to a folder that can be written"
+        ) from None
     with FileLock(cache / "prepare.lock"):
         tokenizer = base_model.load_tokenizer(config.base, revision=config.revision)
         rows, counts = tokenize_dataset(
@@ -301,7 +303,7 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
         base_license=None,
         data={"files": [Path(f).name for f in config.data], "counts": str(counts)},
         recipe=config.schedule_dict(),
-        measured={name: value for name, value in measured.items() if name != "rank_accuracy"} | choice,  # long; in trees/measured.json
+        measured={name: value for name, value in measured.items() if name != "static_nodes"} | choice,  # long; in trees/measured.json
         validation_ids=held_out,
         tuned=config.lora_rank > 0,
     )

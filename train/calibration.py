@@ -1,4 +1,4 @@
-"""A few real training steps on this device, over a base of few layers -> seconds and bytes of a step with all of them.
+"""A few real training steps on this device, over a base of few layers -> seconds and bytes of steps with all of them, and with none.
 
 No weights are needed, so that a base of any size is measured in seconds: time is a straight line in the number of layers.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ class Calibration:
 
     seconds: float
     activation_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrations:
+    """A step with the base in it, a step from stored hidden states, and the seconds of the base's forward alone."""
+
+    online: Calibration
+    stored: Calibration
+    forward_seconds: float
 
 
 def base_config(base: str, *, revision: str | None = None) -> Any:
@@ -73,7 +82,7 @@ def calibrate(
     objective: Objective,
     d_pace: bool,
     draft_vocab_size: int | None,
-) -> Calibration:
+) -> Calibrations:
     """batches: micro-batches of the run; the first ones warm up, time is the mean over the others.
 
     Raises ValueError when a step does not fit on the device.
@@ -81,23 +90,54 @@ def calibrate(
     num_layers = config.get_text_config().num_hidden_layers
     few, more = DEPTHS
     depths = DEPTHS if num_layers > more else (num_layers,)
-    found = []
+    online, forwards = [], []
     for depth in depths:
         base = empty_base(config, dtype=dtype, device=device, num_layers=depth)
         heads = create_heads(heads_config, base)
         vocabulary = None if draft_vocab_size is None else torch.arange(min(draft_vocab_size, base_model.vocab_size(base)))
         headed = HeadedModel(base, heads, draft_vocabulary=vocabulary, objective=objective, d_pace=d_pace)
         try:
-            found.append(measure_steps(headed, batches, device))
+            online.append(measure_steps(headed, batches, device))
+            forwards.append(measure_forwards(headed, batches, device))
+            if depth == depths[-1]:  # the same at every depth
+                stored = measure_steps(headed, [without_tokens(batch, base) for batch in batches], device)
         except torch.OutOfMemoryError:
             num_rows, length = batches[0].tensors["input_ids"].shape
             raise ValueError(
                 f"batch_size: a step of {num_rows} rows of {length} tokens does not fit on this device; lower batch_size or pack_length"
             ) from None
-    if len(found) == 1:
-        return found[0]
-    per_layer = max(0.0, (found[1].seconds - found[0].seconds) / (more - few))
-    return Calibration(found[1].seconds + per_layer * (num_layers - more), found[1].activation_bytes)
+    rest = (num_layers - depths[-1]) / (more - few)
+
+    def with_all_layers(seconds: Sequence[float]) -> float:
+        return seconds[-1] + max(0.0, seconds[-1] - seconds[0]) * rest
+
+    whole = replace(online[-1], seconds=with_all_layers([step.seconds for step in online]))
+    return Calibrations(whole, stored, with_all_layers(forwards))
+
+
+def without_tokens(batch: TrainBatch, base: PreTrainedModel) -> TrainBatch:
+    """The same supervised pairs over hidden states that mean nothing, packed as stored ones are, on the base's device."""
+    names = ("positions", "pair_position", "pair_slot", "targets")
+    tensors = {name: batch.tensors[name].to(base.device) for name in names}
+    num_positions, num_heads = len(tensors["positions"]), len(batch.slot_counts)
+    tensors["positions"] = torch.arange(num_positions, device=base.device)
+    tensors["hidden_MD"] = torch.randn(num_positions + num_heads, base_model.hidden_size(base), dtype=base.dtype, device=base.device)
+    return replace(batch, tensors=tensors)
+
+
+@torch.no_grad()
+def measure_forwards(headed: HeadedModel, batches: Sequence[TrainBatch], device: torch.device) -> float:
+    """Seconds of the base's forward over a micro-batch."""
+    started = 0.0
+    for index, batch in enumerate(batches):
+        if index == WARM_UP_STEPS:
+            base_model.synchronize(headed.base)
+            started = time.perf_counter()
+        tensors = batch.to(device).tensors
+        with torch.autocast(device.type, headed.base.dtype, enabled=headed.base.dtype != torch.float32):
+            headed.hidden_states(tensors["input_ids"], tensors["position_ids"], tensors["document_ids"])
+    base_model.synchronize(headed.base)
+    return (time.perf_counter() - started) / (len(batches) - WARM_UP_STEPS)
 
 
 def measure_steps(headed: HeadedModel, batches: Sequence[TrainBatch], device: torch.device) -> Calibration:

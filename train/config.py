@@ -131,8 +131,14 @@ class TrainConfig:
     """Tracker. WANDB_MODE=offline keeps wandb on this machine."""
     project: str = "medusa-heads"
     """Project name in the tracker."""
+    hidden_states: Literal["online", "device", "disk"] = "online"
+    """Where the frozen base's hidden states come from: online runs the base in every step. The others run it once over the data, before
+    the first step: device holds the states on the GPU (without one, in main memory) of every process; disk keeps them in
+    hidden_states_dir. `medusa-heads estimate` says what each costs."""
+    hidden_states_dir: str | None = None
+    """Folder of the states of `--hidden-states disk`, which all processes share; later runs on the same base and data read them again."""
     num_workers: int = 2
-    """Processes that load packed rows ahead; 0 loads in the training process."""
+    """Processes that load packed rows ahead (of stored hidden states: threads); 0 loads in the training process."""
     overwrite: bool = False
     """Start anew although output_dir holds checkpoints or finished heads."""
 
@@ -162,6 +168,15 @@ class TrainConfig:
         _require(self.lora_rank >= 0, "lora_rank", "must be 0 or more")
         _require(0 <= self.lora_start_ratio < 1, "lora_start_ratio", "must lie in [0, 1)")
         _require(self.lora_rank or not self.base_4bit, "base_4bit", "needs an adapter: set lora_rank, or leave it out")
+        _require(
+            not self.lora_rank or self.hidden_states == "online",
+            "hidden_states",
+            f"{self.hidden_states} stores the states of a frozen base, and lora_rank {self.lora_rank} trains it: use --hidden-states "
+            "online, or --lora-rank 0",
+        )
+        needs_folder = self.hidden_states == "disk"
+        _require(self.hidden_states_dir or not needs_folder, "hidden_states", "disk needs a folder: add --hidden-states-dir FOLDER")
+        _require(needs_folder or not self.hidden_states_dir, "hidden_states_dir", "goes with --hidden-states disk alone: leave it out")
         self.heads_config()  # raises on num_heads or num_layers below 1
 
     def heads_config(self) -> HeadsConfig:
@@ -184,6 +199,7 @@ class TrainConfig:
             "log_with",
             "project",
             "num_workers",
+            "hidden_states_dir",
             "overwrite",
             "validation",
             "validate_every",

@@ -13,7 +13,7 @@ from medusa_heads.config import HeadsConfig
 from train.losses import CHUNK_BYTES
 
 MASTER_BYTES, GRADIENT_BYTES, ADAM_BYTES = 4, 4, 8  # of one weight of the heads: float32, two moments
-STRATEGIES = ("ddp", "zero2", "fsdp2", "zero3")
+STRATEGIES = ("ddp", "fsdp2")
 LAYERS_AT_ONCE = 2  # a sharded base: the layer that runs and the one that is gathered ahead
 
 
@@ -95,7 +95,8 @@ def count_heads(config: HeadsConfig, base: BaseSize, *, draft_vocab_size: int | 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one device. gathered: whole copies of sharded or exchanged weights; activations: the most that is alive in a step."""
+    """Bytes on one device. gathered: whole copies of sharded or exchanged weights; activations: the most that is alive in a step;
+    states: hidden states held from before the first step on."""
 
     base: int
     heads: int
@@ -103,34 +104,41 @@ class Memory:
     optimizer: int
     gathered: int
     activations: int
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.base + self.heads + self.gradients + self.optimizer + self.gathered + self.activations
+        return self.base + self.heads + self.gradients + self.optimizer + self.gathered + self.activations + self.states
 
 
 def memory(base: BaseSize, heads: HeadsSize, *, activations: int, num_processes: int, strategy: str) -> Memory:
-    """Per rank, for one of STRATEGIES. One process is the same under all of them."""
+    """Per rank, for one of STRATEGIES, but for held states. One process is the same under all of them."""
     n, shards = heads.num_weights, num_processes
     weights, gradients, optimizer = MASTER_BYTES * n, GRADIENT_BYTES * n, ADAM_BYTES * n
     if shards == 1:
         return Memory(base.bytes, weights, gradients, optimizer, 0, activations)
     if strategy == "ddp":
         return Memory(base.bytes, weights, gradients, optimizer, gradients, activations)  # buckets of gradients on their way
-    if strategy == "zero2":
-        return Memory(base.bytes, weights, gradients // shards, optimizer // shards, gradients, activations)
-    assert strategy in ("fsdp2", "zero3"), strategy
-    gathered = base.outside_bytes + LAYERS_AT_ONCE * base.layer_bytes + weights + gradients
-    return Memory(base.bytes // shards, weights // shards, gradients // shards, optimizer // shards, gathered, activations)
+    assert strategy == "fsdp2", strategy  # train/sharding.py leaves whole what trains
+    layers = base.outside_bytes + LAYERS_AT_ONCE * base.layer_bytes
+    return Memory(base.bytes // shards, weights, gradients, optimizer, layers, activations)
 
 
-def activation_bytes(base: BaseSize, heads: HeadsSize, batch: BatchSize, *, device_type: str) -> int:
-    """The most that a step keeps alive besides weights: in the base's forward, in the loss, or in the backward pass."""
+def forward_bytes(base: BaseSize, batch: BatchSize) -> int:
+    """The most that the base's forward keeps alive."""
     size, width = base.value_size, base.hidden_size
     mask = batch.num_rows * batch.length * batch.length * (size + 1)
     per_token = max(3 * base.intermediate_size + 2 * width, 4 * base.attention_width + 2 * width)
-    forward = mask + batch.num_tokens * per_token * size
-    hidden = batch.num_tokens * width * size
+    return mask + batch.num_tokens * per_token * size
+
+
+def activation_bytes(base: BaseSize, heads: HeadsSize, batch: BatchSize, *, device_type: str, stored_states: bool = False) -> int:
+    """The most that a step keeps alive besides weights: in the base's forward, in the loss, or in the backward pass.
+
+    stored_states: of a step from hidden states made earlier, in which no forward of the base is.
+    """
+    size, width = base.value_size, base.hidden_size
+    hidden = (batch.num_positions if stored_states else batch.num_tokens) * width * size
     states = batch.num_positions * heads.num_heads * width * size  # one [R, K, D]
     saved = hidden + batch.num_positions * width * size + 2 * heads.num_layers * states  # the sum and its argument of SiLU, per block
     if heads.draft_vocab_size < base.vocab_size:
@@ -140,7 +148,7 @@ def activation_bytes(base: BaseSize, heads: HeadsSize, batch: BatchSize, *, devi
     if heads.own_lm_head:
         saved += (MASTER_BYTES + size) * heads.draft_vocab_size * width  # of one head: a product on its way into the gradient, a copy
     loss = 2 * batch.num_pairs * width * size + chunk_bytes(heads, batch.num_pairs, size, device_type)
-    return max(forward, saved + max(loss, 4 * states))
+    return max(0 if stored_states else forward_bytes(base, batch), saved + max(loss, 4 * states))
 
 
 def chunk_bytes(heads: HeadsSize, num_pairs: int, value_size: int, device_type: str) -> int:

@@ -49,9 +49,12 @@ def run(config: DraftModelConfig) -> Path:
     from train.draft_model_loss import DistilledModel
     from train.draft_model_trainer import DraftModelTrainer
     from train.packing import PackedDataset
+    from train.sharding import is_sharded
 
     dtype = pick_precision(config.base_dtype)
     accelerator = make_accelerator(dtype, config.log_with, output)
+    if is_sharded(accelerator):
+        raise ValueError("a draft model is trained on one GPU or data parallel: launch with --config_file configs/accelerate/ddp.yaml")
     set_seed(config.seed)
     base, tokenizer = base_model.load_base(
         config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision

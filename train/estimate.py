@@ -1,6 +1,7 @@
 """A training run's options -> what it will cost: memory per rank, disk, tokens per second and hours; nothing is started.
 
-Memory and operations are counted (cost_model.py); time is measured on this device by a few real steps
+Each with the base in every step, and from hidden states stored on the device or on disk. Memory and
+operations are counted (cost_model.py); time is measured on this device by a few real steps
 (calibration.py), or assumed from a named card's data sheet.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,27 +24,27 @@ from infer.loading import pick_device
 from medusa_heads import base_model
 from medusa_heads.suggest import suggest
 from train.batch import TrainBatch, make_batch
-from train.calibration import WARM_UP_STEPS, base_config, calibrate, empty_base
+from train.calibration import WARM_UP_STEPS, Calibration, Calibrations, base_config, calibrate, empty_base
 from train.config import TrainConfig
 from train.cost_model import (
     STRATEGIES,
     BaseSize,
     BatchSize,
     HeadsSize,
-    Memory,
     activation_bytes,
     count_base,
     count_heads,
     disk_bytes,
-    memory,
+    forward_bytes,
     step_flops,
 )
+from train.cost_rows import DISK_BYTES_PER_SECOND, EXCHANGE_BYTES_PER_SECOND, MODES, Run, row
 from train.objectives import Objective
 from train.packing import PackedDataset, collate
+from train.state_maker import index_states
 from train.windows import WindowPlan
 
 UTILISATION = 0.35  # share of a card's peak that matrix products are assumed to reach where nothing was measured
-EXCHANGE_BYTES_PER_SECOND = 150e9  # assumed between GPUs of one host
 MEASURED_STEPS = 5
 
 
@@ -116,10 +118,8 @@ def estimate(config: Estimate) -> dict[str, Any]:
     num_steps = config.max_steps or max(1, math.ceil(config.epochs * plan.steps_per_epoch))
     batches = sample_batches(packed, plan, heads.num_heads)
     batch = largest_batch(batches)
-    counted = activation_bytes(base, heads, batch, device_type=device_type)
-    activations, flops = counted, step_flops(base, heads, batch)
     if config.hardware == "measured":
-        calibration = calibrate(
+        found = calibrate(
             model_config,
             heads_config,
             batches,
@@ -129,15 +129,25 @@ def estimate(config: Estimate) -> dict[str, Any]:
             d_pace=config.slot_weights == "d_pace",
             draft_vocab_size=config.draft_vocab_size,
         )
-        seconds, activations = calibration.seconds, calibration.activation_bytes or counted
         machine = hardware(device)
         capacity = machine["gpu_memory_bytes"] or machine["ram_bytes"]
     else:
         refuse_experts(model_config, config.hardware)
         card = CARDS[config.hardware]
-        seconds, capacity, machine = sum(flops) / (UTILISATION * card.flops), card.memory_bytes, {"gpu": config.hardware}
+        found, capacity, machine = assumed(card, *step_flops(base, heads, batch)), card.memory_bytes, {"gpu": config.hardware}
+    run = Run(
+        base,
+        heads,
+        with_counted_bytes(found, base, heads, batch, device_type),
+        plan,
+        num_steps,
+        sum(b.num_response_tokens for b in batches) / len(batches),
+        *state_bytes(packed, plan, num_steps, base),
+        disk_bytes(heads, keep_checkpoints=config.keep_checkpoints) + data_bytes(rows),
+        capacity,
+    )
     strategies = ("ddp",) if config.num_processes == 1 else STRATEGIES
-    response_tokens = sum(b.num_response_tokens for b in batches) / len(batches)
+    several = config.num_processes > 1
     return {
         "base": {"name": config.base, "dtype": str(dtype).removeprefix("torch."), **asdict(base)},
         "heads": asdict(heads),
@@ -146,49 +156,39 @@ def estimate(config: Estimate) -> dict[str, Any]:
         "num_steps": num_steps,
         "hardware": machine,
         "how": "measured" if config.hardware == "measured" else f"assumed: {UTILISATION:.0%} of peak",
-        "flops_per_micro_batch": {"base": flops[0], "heads": flops[1]},
-        "assumed_exchange_bytes_per_second": EXCHANGE_BYTES_PER_SECOND if config.num_processes > 1 else None,
-        "disk_bytes": disk_bytes(heads, keep_checkpoints=config.keep_checkpoints) + data_bytes(rows),
+        "flops_per_micro_batch": dict(zip(("base", "heads"), step_flops(base, heads, batch), strict=True)),
+        "assumed_exchange_bytes_per_second": EXCHANGE_BYTES_PER_SECOND if several else None,
+        "assumed_disk_bytes_per_second": DISK_BYTES_PER_SECOND,
         "device_bytes": capacity,
-        "online": [
-            row(name, config, base, heads, activations, seconds, num_steps=num_steps, response_tokens=response_tokens, capacity=capacity)
-            for name in strategies
-        ],
+        **{mode: [row(run, mode, strategy) for strategy in strategies] for mode in MODES},
     }
 
 
-def row(
-    strategy: str,
-    config: Estimate,
-    base: BaseSize,
-    heads: HeadsSize,
-    activations: int,
-    seconds: float,
-    *,
-    num_steps: int,
-    response_tokens: float,
-    capacity: float | None,
-) -> dict[str, Any]:
-    """The cost under one strategy, with hidden states computed in the step."""
-    parts: Memory = memory(base, heads, activations=activations, num_processes=config.num_processes, strategy=strategy)
-    micro_batches = config.gradient_accumulation_steps
-    exchanged = exchange_bytes(base, heads, config.num_processes, strategy, micro_batches)
-    step_seconds = seconds * micro_batches + exchanged / EXCHANGE_BYTES_PER_SECOND
-    return {
-        "strategy": "single" if config.num_processes == 1 else strategy,
-        "memory_bytes": asdict(parts) | {"total": parts.total},
-        "fits": None if capacity is None else parts.total < 0.95 * capacity,
-        "step_seconds": step_seconds,
-        "response_tokens_per_second": response_tokens * micro_batches * config.num_processes / step_seconds,
-        "hours": num_steps * step_seconds / 3600,
-    }
+def assumed(card: Card, base_flops: int, heads_flops: int) -> Calibrations:
+    speed = UTILISATION * card.flops
+    return Calibrations(Calibration((base_flops + heads_flops) / speed, None), Calibration(heads_flops / speed, None), base_flops / speed)
 
 
-def exchange_bytes(base: BaseSize, heads: HeadsSize, num_processes: int, strategy: str, micro_batches: int) -> float:
-    """What a rank receives in an optimizer step: gradients of the heads, twice (a ring), and a sharded base at every forward."""
-    share = (num_processes - 1) / num_processes
-    gathered = base.bytes * micro_batches if strategy in ("fsdp2", "zero3") else 0
-    return share * (gathered + 2 * 4 * heads.num_weights)
+def with_counted_bytes(found: Calibrations, base: BaseSize, heads: HeadsSize, batch: BatchSize, device_type: str) -> Calibrations:
+    """Bytes of a step that were not measured are counted. The base's forward runs over stored states too, once."""
+    online = found.online.activation_bytes or activation_bytes(base, heads, batch, device_type=device_type)
+    stored = found.stored.activation_bytes
+    if stored is None:
+        stored = activation_bytes(base, heads, batch, device_type=device_type, stored_states=True)
+    else:
+        stored += batch.num_positions * base.hidden_size * base.value_size  # the states themselves lay there before the measured step
+    return replace(
+        found,
+        online=replace(found.online, activation_bytes=online),
+        stored=replace(found.stored, activation_bytes=max(stored, forward_bytes(base, batch))),
+    )
+
+
+def state_bytes(packed: PackedDataset, plan: WindowPlan, num_steps: int, base: BaseSize) -> tuple[int, int]:
+    """Bytes of all rows' hidden states, and of the most that one process reads."""
+    index, state = index_states(packed), base.hidden_size * base.value_size
+    read = [replace(plan, process_index=process).rows_read(0, num_steps) for process in range(plan.num_processes)]
+    return state * index.num_states(range(len(packed))), state * max(index.num_states(rows) for rows in read)
 
 
 def chosen_dtype(name: str, device_type: str) -> torch.dtype:
@@ -241,19 +241,29 @@ def refuse_experts(config: Any, name: str) -> None:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """The table for people, on stderr: the JSON line alone is stdout's. heads: weights, gradients and optimizer;
-    whole: copies of sharded or exchanged weights; step: what lives only during a step."""
-    table = Table(title=f"{found['num_steps']} steps, {found['num_processes']} device(s), {found['how']}; GB per rank, tokens/s in all")
-    for column in ("strategy", "total", "base", "heads", "whole", "step", "fits", "response tokens/s", "hours"):
-        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=column != "response tokens/s")
-    for line in found["online"]:
-        parts = line["memory_bytes"]
-        heads = parts["heads"] + parts["gradients"] + parts["optimizer"]
-        gigabytes = [f"{value / 1e9:.2f}" for value in (parts["total"], parts["base"], heads, parts["gathered"], parts["activations"])]
-        fits = {True: "yes", False: "no", None: "?"}[line["fits"]]
-        table.add_row(line["strategy"], *gigabytes, fits, f"{line['response_tokens_per_second']:,.0f}", f"{line['hours']:.2f}")
+    """The table for people, on stderr: the JSON line alone is stdout's. from: where hidden states come from; heads: weights,
+    gradients and optimizer; states: hidden states held on the device; step: what lives only during a step, with whole copies of
+    sharded or exchanged weights."""
+    title = f"{found['num_steps']} steps, {found['num_processes']} device(s), {found['how']}; GB per rank, response tokens/s in all"
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 0, 0, 1))
+    for column in ("from", "strategy", "total", "base", "heads", "states", "step", "fits", "tokens/s", "hours"):
+        table.add_column(column, justify="left" if column in ("from", "strategy") else "right", no_wrap=True)
+    for mode in MODES:
+        for line in found[mode]:
+            table.add_row(mode, line["strategy"], *_cells(line))
     console = Console(file=sys.stderr)
     console.print(table)
+    online, disk = found["online"][0]["disk_bytes"], found["disk"][0]["disk_bytes"]
     console.print(
-        f"disk: {found['disk_bytes'] / 1e9:.2f} GB of prepared data, checkpoints and heads; {found['data']['counts']}", soft_wrap=True
+        f"disk: {online / 1e9:.2f} GB of prepared data, checkpoints and heads, {(disk - online) / 1e9:.2f} GB of hidden states where they "
+        f"lie there; {found['data']['counts']}",
+        soft_wrap=True,
     )
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    parts = line["memory_bytes"]
+    heads, step = parts["heads"] + parts["gradients"] + parts["optimizer"], parts["gathered"] + parts["activations"]
+    gigabytes = [f"{value / 1e9:.2f}" for value in (parts["total"], parts["base"], heads, parts["states"], step)]
+    fits = {True: "yes", False: "no", None: "?"}[line["fits"]]
+    return [*gigabytes, fits, f"{line['response_tokens_per_second']:,.0f}", f"{line['hours']:.2f}"]

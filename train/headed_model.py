@@ -7,8 +7,8 @@ One module because every sharding strategy of accelerate prepares one model and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,7 @@ from train.objectives import Objective, Transform, d_pace_weights
 TOP = (1, 2, 5)
 
 
-@dataclass(slots=True)
-class HeadedOutput:
+class HeadedOutput(NamedTuple):
     """loss: scalar; slot_loss_K: summed loss per slot, unweighted; slot_overlap_K: summed overlap with
     the base's law per slot (0 where the objective needs no such law); slot_hits_KT: pairs whose target
     is among the top 1, 2, 5; first_bad_pair: index of the first pair with a loss that is not finite, or
@@ -95,20 +94,24 @@ class HeadedModel(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        hidden_MD: Tensor | None = None,
+        *,
         positions: Tensor,
         pair_position: Tensor,
         pair_slot: Tensor,
         targets: Tensor,
         slot_weights: Tensor,
     ) -> HeadedOutput:
-        """The loss of one micro-batch (shapes: train/batch.py).
+        """The loss of one micro-batch (shapes: train/batch.py): of tokens, or of hidden states made earlier.
 
         slot_weights: [K], what one pair of each slot weighs: slot weight / its global count.
         """
-        hidden_MD = self.hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
+        if hidden_MD is None:
+            assert input_ids is not None and position_ids is not None and document_ids is not None
+            hidden_MD = self.hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
         return self.heads_output(hidden_MD, positions, pair_position, pair_slot, targets, slot_weights)
 
     def heads_output(
@@ -116,7 +119,8 @@ class HeadedModel(nn.Module):
     ) -> HeadedOutput:
         """The heads' loss, given the base's hidden states of all tokens."""
         states_RKD = self.heads.draft_states(hidden_MD[positions])
-        states_ND = states_RKD[pair_position, pair_slot].to(hidden_MD.dtype)
+        rows_N = pair_slot * len(positions) + pair_position  # one index, the gradient of which needs no sorting, as that of two does
+        states_ND = states_RKD.transpose(0, 1).flatten(0, 1).index_select(0, rows_N).to(hidden_MD.dtype)
         head = self._base_head().to(hidden_MD.dtype)
         teacher = None
         if self.objective.needs_teacher:  # slot k (here from 0) of position t guesses what the base's state at t + k + 1 knows
@@ -166,7 +170,7 @@ class HeadedModel(nn.Module):
 
     def _statistics(self, pairs: PairLosses, pair_slot_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sums per slot of losses [K], overlaps [K] and hits [K, T]."""
-        hits_NT = (pairs.ranks[:, None] < torch.tensor(TOP, device=pairs.ranks.device)).float()
+        hits_NT = torch.stack([pairs.ranks < top for top in TOP], 1).float()  # a tensor of TOP would make the host wait
         values_NX = torch.cat([pairs.losses.detach()[:, None], pairs.overlaps[:, None], hits_NT], 1)
         sums_KX = values_NX.new_zeros(self.heads.config.num_heads, values_NX.shape[1]).index_add_(0, pair_slot_N, values_NX)
         return sums_KX[:, 0], sums_KX[:, 1], sums_KX[:, 2:]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +32,27 @@ class History:
         self.tracker_failed = False
 
     def go_back(self, step: int) -> None:
-        """Drops what is beyond `step`, and a line that a kill cut short: the resumed run writes these again."""
+        """Drops what is beyond `step`, and a line that a kill cut short: the resumed run writes these again.
+
+        Raises ValueError when the file cannot be written.
+        """
         if not self.accelerator.is_main_process:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            return
-        remove_leftovers(self.path)
-        rows = [row for row in read_history(self.path) if row["step"] <= step]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        with self._explained():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.exists():
+                return
+            remove_leftovers(self.path)
+            rows = [row for row in read_history(self.path) if row["step"] <= step]
+            write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def record(self, figures: dict[str, float], step: int) -> None:
         """Raises ValueError when the file cannot be written. A tracker that fails costs a warning, once: the file has the figures."""
         if not self.accelerator.is_main_process:
             return
         row = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps({"step": step} | row) + "\n")
-        except OSError as error:
-            raise ValueError(
-                f"cannot write to {self.path} ({error.strerror}): make room and start again, the run goes on from its last checkpoint"
-            ) from error
+        with self._explained(), self.path.open("a") as file:
+            file.write(json.dumps({"step": step} | row) + "\n")
         try:
             self.accelerator.log(figures, step=step)
         except Exception as error:  # whatever it is, hours of training are not thrown away for it
@@ -64,6 +65,16 @@ class History:
                 tracker.finish()
             except Exception as error:
                 self._tell_once(error)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns a full disk into an error for the user."""
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {self.path} ({error.strerror}): make room and start again, the run goes on from its last checkpoint"
+            ) from error
 
     def _tell_once(self, error: Exception) -> None:
         if not self.tracker_failed:

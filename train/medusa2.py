@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,7 +17,6 @@ from medusa_heads.heads import MedusaHeads
 from medusa_heads.merge import merged_base
 from train.config import TrainConfig
 from train.headed_model import HeadedModel
-from train.packing import PackedDataset
 from train.trainer import Trainer, _Finished
 from train.tuned_model import TunedModel
 
@@ -30,14 +28,6 @@ class Medusa2Trainer(Trainer):
     """Of a TunedModel. The adapter stands still for `lora_start_ratio` of the steps."""
 
     headed: TunedModel
-
-    def __init__(self, config: TrainConfig, model: HeadedModel, rows: PackedDataset, accelerator: Accelerator) -> None:
-        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-            raise ValueError(
-                f"lora_rank: an adapter trains on one GPU or data parallel, not under {accelerator.distributed_type.value}; use "
-                "configs/accelerate/ddp.yaml, with base_4bit where the base does not fit, or set lora_rank to 0"
-            )
-        super().__init__(config, model, rows, accelerator)
 
     @property
     def first_joint_step(self) -> int:

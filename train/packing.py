@@ -82,10 +82,14 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     Items: input_ids [T] (padded with 0), position_ids [T] (from 0 in every document), document_ids
     [T] (from 1; 0 is padding), num_slots [T] (0 on padding), all long with T = pack_length, and
     row_ids, the conversation of each document in order.
-    content_key: SHA-256 over all tokens and masks in order.
+    content_key: SHA-256 over all tokens and masks in order. tokenizer_keys: digests of what made the
+    tokens of the text (train/state_manifest.py), where known.
     """
 
-    def __init__(self, dataset: datasets.Dataset, pack_length: int, num_heads: int) -> None:
+    def __init__(
+        self, dataset: datasets.Dataset, pack_length: int, num_heads: int, *, tokenizer_keys: dict[str, str] | None = None
+    ) -> None:
+        self.tokenizer_keys = tokenizer_keys or {}
         self.documents = dataset.with_format("numpy", columns=["input_ids", "assistant_mask"], output_all_columns=True)
         self.pack_length, self.num_heads = pack_length, num_heads
         lengths, self.content_key = _scan(dataset)
@@ -125,6 +129,16 @@ def empty_pack(length: int = PADDING_MULTIPLE) -> dict[str, Any]:
     """An item of padding alone: nothing supervised. Fills a last, short accumulation window."""
     names = ("input_ids", "position_ids", "document_ids", "num_slots")
     return {name: torch.zeros(length, dtype=torch.long) for name in names} | {"row_ids": []}
+
+
+class RowsOrEmpty(torch.utils.data.Dataset[dict[str, Any]]):
+    """Packed rows, and an empty pack as row -1."""
+
+    def __init__(self, rows: PackedDataset) -> None:
+        self.rows = rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index] if index >= 0 else empty_pack()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import hashlib
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from train.acceptance import Validation
 from train.batch import TrainBatch, window_counts
 from train.config import TrainConfig
 from train.headed_model import TOP, HeadedModel, HeadedOutput
+from train.hidden_states import training_windows
 from train.history import ACCEPTANCE, EXPECTED, History
 from train.packing import PackedDataset, num_supervised_slots
 from train.run_state import (
@@ -38,7 +39,8 @@ from train.run_state import (
     save_checkpoint,
 )
 from train.schedule import warmup_cosine
-from train.windows import WindowPlan, windows
+from train.sharding import average_gradients, in_lock_step, is_sharded, reshard, share_out
+from train.windows import WindowPlan
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Trainer:
             config.seed,
         )
         self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
+        share_out(accelerator, model)
         optimizer = torch.optim.AdamW(
             self.parameter_groups(model),
             lr=config.learning_rate,
@@ -135,19 +138,20 @@ class Trainer:
             acceptance.pick_tree(validation.tree, self.headed)  # refused now, not at the first validation
         self.validation = validation
         self._check_answers()
-        before = weights_digest(self.headed.base)
+        before = self._base_digest()
         first_step = self._resume()
         self.history.go_back(first_step)
         self.model.train()
-        bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
-        source = windows(
+        source = training_windows(
+            self.config,
+            self.headed,
             self.rows,
             self.plan,
-            num_heads=self.num_heads,
+            self.accelerator,
             first_step=first_step,
             num_steps=self.num_steps if not self._is_patience_over() else first_step,
-            num_workers=self.config.num_workers,
         )
+        bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
         pending: _Finished | None = None
         history: list[_Finished] = []
         self.started = time.perf_counter()
@@ -158,7 +162,7 @@ class Trainer:
             if pending is not None:
                 self._check_finite(pending)  # one step behind, so the device is never waited for
             pending = finished
-            history.append(finished)
+            history.append(replace(finished, batches=[]))  # which may hold hidden states
             last = step + 1 == self.num_steps
             validates = validation is not None and (last or self._is_due(step, self.config.validate_every))
             saves = last or self._is_due(step, self.config.save_every)
@@ -175,7 +179,11 @@ class Trainer:
             if self._is_patience_over():
                 break
         bar.close()
-        assert weights_digest(self.headed.base) == before, "the frozen base model changed during training"
+        assert self._base_digest() == before, "the frozen base model changed during training"
+
+    def _base_digest(self) -> int:
+        reshard(self.headed)
+        return weights_digest(self.headed.base)
 
     def _check_answers(self) -> None:
         """Raises ValueError when no answer is long enough for the last head to learn from."""
@@ -223,12 +231,16 @@ class Trainer:
         assert self.validation is not None
         accelerator = self.accelerator
         self.model.eval()
-        stats = acceptance.decode(self.headed, self.validation, part=accelerator.process_index, num_parts=accelerator.num_processes)
+        expected = None
+        with in_lock_step(accelerator, self.headed):
+            stats = acceptance.decode(self.headed, self.validation, part=accelerator.process_index, num_parts=accelerator.num_processes)
+            if accelerator.is_main_process:
+                expected = acceptance.expected_length(self.headed, self.validation)
         counts = torch.tensor([stats.num_steps, stats.num_accepted_tokens], device=accelerator.device)
         num_steps, num_accepted = accelerator.reduce(counts, reduction="sum").tolist()
         length = 1 + num_accepted / max(1, num_steps)  # 1 where every answer is one token
         figures = {ACCEPTANCE: length}
-        if accelerator.is_main_process and (expected := acceptance.expected_length(self.headed, self.validation)):
+        if expected:
             figures[EXPECTED] = expected
         self.model.train()
         self.validations = self.validations.add(step, length)
@@ -259,7 +271,10 @@ class Trainer:
         which the factor num_processes undoes.
         """
         accelerator = self.accelerator
-        counts_K = accelerator.reduce(window_counts(window).to(accelerator.device), reduction="sum")
+        own_K = window_counts(window)
+        if accelerator.device.type == "cuda":  # pinned, so that the copy waits for nothing
+            own_K = own_K.pin_memory()
+        counts_K = accelerator.reduce(own_K.to(accelerator.device, non_blocking=True), reduction="sum")
         weights_K = self.slot_weights * accelerator.num_processes / counts_K.clamp(min=1)
         for group, learning_rate in zip(self.optimizer.param_groups, self.learning_rates(step), strict=True):
             group["lr"] = learning_rate
@@ -269,8 +284,8 @@ class Trainer:
             with synchronise, accelerator.autocast():
                 output = self.model(**batch.to(accelerator.device).tensors, slot_weights=weights_K, **self.forward_options(step))
                 accelerator.backward(output.loss)
-            output.loss = output.loss.detach()
-            outputs.append(output)
+            outputs.append(output._replace(loss=output.loss.detach()))
+        average_gradients(accelerator, self.trained.parameters())
         norms_K = torch.stack([_slot_norm(self.heads, k) for k in range(self.num_heads)])
         adapter_norm = self.clip_gradients(step)
         self.optimizer.step()
@@ -304,9 +319,9 @@ class Trainer:
     @torch.no_grad()
     def _culprit(self, batch: TrainBatch, pair: int) -> str:
         """Which conversation broke the loss. One that is not finite spoils its whole packed row through
-        the masked half of attention (0 x NaN), so each is tried on its own."""
+        the masked half of attention (0 x NaN), so each is tried on its own; not in a sharded base, which no process can run alone."""
         documents = batch.documents_of_row(batch.row_of_pair(pair))
-        for name, ids in documents:
+        for name, ids in () if is_sharded(self.accelerator) else documents:
             hidden = base_model.forward_hidden(self.headed.base, ids[None].to(self.accelerator.device))
             if not hidden.isfinite().all():
                 return f"in conversation {name!r} (the base model's own hidden states are not finite)"

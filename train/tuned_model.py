@@ -52,14 +52,12 @@ class TunedModel(HeadedModel):
         if heads_share is None:
             output = self.heads_output(self.hidden_states(*inputs).flatten(0, 1), *pairs)
             zero = torch.stack([parameter.sum() for parameter in self.adapter.parameters()]).sum() * 0
-            output.loss = output.loss + zero  # data parallelism waits for a gradient of every parameter
-            return output
+            return output._replace(loss=output.loss + zero)  # data parallelism waits for a gradient of every parameter
         teacher_MD = self._untouched_states(*inputs) if self.distill else None
         hidden_MD = self.base_forward(*inputs).flatten(0, 1)
         output = self.heads_output(torch.lerp(hidden_MD.detach(), hidden_MD, heads_share), *pairs)
         base_loss = self._base_loss(hidden_MD, teacher_MD, positions, targets) * slot_weights[0]
-        output.loss, output.base_loss = output.loss + base_loss, base_loss.detach()
-        return output
+        return output._replace(loss=output.loss + base_loss, base_loss=base_loss.detach())
 
     @torch.no_grad()
     def _untouched_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ steps. Any step can be reached directly, which is what makes a resumed run the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from train.batch import TrainBatch, make_batch
-from train.packing import PackedDataset, collate, empty_pack
+from train.packing import PackedDataset, RowsOrEmpty, collate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,21 @@ class WindowPlan:
     def micro_batches(self, step: int) -> list[list[int]]:
         """Row indices of this process's micro-batches at `step`; -1 stands for an empty pack."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        order = torch.randperm(self.num_rows, generator=generator).tolist()
+        order = _epoch_order(self.num_rows, self.seed * 1_000_003 + epoch)
         rows = order[within * self.rows_per_step : (within + 1) * self.rows_per_step]
         rows += [-1] * (self.rows_per_step - len(rows))
         size = self.batch_size
         starts = [(m * self.num_processes + self.process_index) * size for m in range(self.accumulation)]
         return [rows[start : start + size] for start in starts]
+
+    def rows_read(self, first_step: int, num_steps: int) -> set[int]:
+        """Rows that this process reads from `first_step` on."""
+        return {row for step in range(first_step, num_steps) for batch in self.micro_batches(step) for row in batch if row >= 0}
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch_order(num_rows: int, seed: int) -> list[int]:
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed)).tolist()  # type: ignore[no-any-return]
 
 
 class _Batches:
@@ -70,14 +79,6 @@ class _Batches:
         return (self.num_steps - self.first_step) * self.plan.accumulation
 
 
-class _WithEmptyPacks(torch.utils.data.Dataset[dict[str, Any]]):
-    def __init__(self, rows: PackedDataset) -> None:
-        self.rows = rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index] if index >= 0 else empty_pack()
-
-
 class _Collate:
     def __init__(self, num_heads: int) -> None:
         self.num_heads = num_heads
@@ -87,20 +88,35 @@ class _Collate:
 
 
 def windows(
-    rows: PackedDataset, plan: WindowPlan, *, num_heads: int, first_step: int, num_steps: int, num_workers: int
+    rows: PackedDataset,
+    plan: WindowPlan,
+    *,
+    num_heads: int,
+    first_step: int,
+    num_steps: int,
+    num_workers: int,
+    pin_memory: bool = False,
 ) -> Iterator[list[TrainBatch]]:
-    """Accumulation windows of this process from `first_step` on, loaded ahead by workers."""
+    """Accumulation windows of this process from `first_step` on, loaded ahead by workers.
+
+    pin_memory: keeps them where a copy to a GPU does not make the host wait.
+    """
     loader: DataLoader[Any] = DataLoader(
-        _WithEmptyPacks(rows),
+        RowsOrEmpty(rows),
         batch_sampler=_Batches(plan, first_step, num_steps),  # type: ignore[arg-type]
         collate_fn=_Collate(num_heads),
         num_workers=num_workers,
         prefetch_factor=4 if num_workers else None,
         persistent_workers=False,
+        pin_memory=pin_memory,
     )
+    return in_windows(loader, plan.accumulation)
+
+
+def in_windows(batches: Iterable[TrainBatch], accumulation: int) -> Iterator[list[TrainBatch]]:
     window: list[TrainBatch] = []
-    for batch in loader:
+    for batch in batches:
         window.append(batch)
-        if len(window) == plan.accumulation:
+        if len(window) == accumulation:
             yield window
             window = []

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from infer.bench.compare import compare
-from infer.bench.drafter_rows import check_options, describe_tree, drafter_names, load_all_heads, make_generators
+from infer.bench.drafter_rows import check_options, check_verifiable, describe_tree, drafter_names, load_all_heads, make_generators
 from infer.bench.figures import Findings, document_rows, fastest_base
 from infer.bench.html_report import answer_runs, write_html
 from infer.bench.measure import Answer, make_batches, make_rows, measure
@@ -22,6 +22,7 @@ from infer.bench.report import plot_benchmark, require_matplotlib
 from infer.bench.rows import BenchRow, Decoding, GeneratorRow
 from infer.bench.table import print_tables, row_label
 from infer.commands import SamplingOptions
+from infer.drafters.adaptive import AdaptiveDrafter
 from infer.engine.packed_linear import decoding_copies, is_packed
 from infer.generate import Generator
 from infer.hardware import hardware
@@ -59,7 +60,8 @@ class Bench(SamplingOptions):
     device: str = "auto"
     """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
     tree: str = "auto"
-    """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,
+    """Of the heads: auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this
+    machine and lets ALL drafters draft as much as pays, or nothing; with the others every row drafts all it can.
     tuned is what `medusa-heads tree` stored with the heads."""
     batch_size: int = 1
     """Prompts answered at once."""
@@ -112,8 +114,10 @@ class Bench(SamplingOptions):
 
     def _check(self) -> None:
         """Everything that can be refused before the work starts."""
-        check_options(drafter_names(self.drafters), heads=self.heads, draft_model=self.draft_model)
+        names = drafter_names(self.drafters)
+        check_options(names, heads=self.heads, draft_model=self.draft_model)
         self.generation_config()
+        check_verifiable(names, self.verifier, tree=self.tree, temperature=self.temperature)
         self.warn()
         for option, value in (("--max-new-tokens", self.max_new_tokens), ("--batch-size", self.batch_size)):
             if value < 1:
@@ -130,8 +134,17 @@ class Bench(SamplingOptions):
         loaded: dict[str, LoadedHeads] = {}
         if "heads" in names:
             loaded = load_all_heads(copies, self.heads, base=self.base, tree=self.tree, batch_size=self.batch_size)
-        generators = make_generators(names, copies, loaded, tokenizer=tokenizer, draft_model=self.draft_model, batch_size=self.batch_size)
-        decoding = Decoding(self.max_new_tokens, tuple(base_model.end_of_sequence_ids(model, tokenizer)), self.generation_config())
+        generators = make_generators(
+            names,
+            copies,
+            loaded,
+            tokenizer=tokenizer,
+            draft_model=self.draft_model,
+            batch_size=self.batch_size,
+            adapt=self.tree == "auto",
+        )
+        eos_ids = tuple(base_model.end_of_sequence_ids(model, tokenizer))
+        decoding = Decoding(self.max_new_tokens, eos_ids, self.generation_config(), self.batch_size)
         lossy: dict[str, Generator] = {}
         if self.quality and decoding.is_sampled and self.verifier != "typical":
             lossy = {row: Generator(heads.engine, heads.drafter()) for row, heads in loaded.items()}
@@ -151,6 +164,7 @@ class Bench(SamplingOptions):
             "decoding": "sampled" if decoding.is_sampled else "greedy",
             "engine": {row.name: PACKED if is_packed(row.model) else "stock modules" for row in ours},
             "trees": {row: describe_tree(heads) for row, heads in loaded.items()},
+            "step_seconds": {row.name: drafter.seconds for row in ours if isinstance(drafter := row.generator.drafter, AdaptiveDrafter)},
         }
 
     def _write(self, document: dict[str, Any], tokenizer: Any, prompts: Sequence[Prompt], answers: dict[str, list[Answer]]) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from infer.drafters import Drafter, NoDrafter
-from infer.drafters.draft_model import DRAFT_LENGTH, DraftModelDrafter, load_draft_model
-from infer.drafters.early_exit import NUM_DRAFT_TOKENS, EarlyExitDrafter
+from infer.drafters.adaptive import adaptive
+from infer.drafters.draft_model import DraftModelDrafter, load_draft_model
+from infer.drafters.early_exit import EarlyExitDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
+from infer.drafters.step_times import Seconds, measure_forwards, sizes_up_to, step_curve
 from infer.drafters.suffix import SuffixDrafter
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
-from infer.loading import NO_HEADS, LoadedHeads, default_heads, load_with_tree
+from infer.loading import NO_HEADS, LoadedHeads, best_copy, check_tree_verifier, default_heads, load_with_tree
 from infer.tree import Tree
+from infer.verifiers import SampledShape, VerifierChoice, resolve_verifier
 from medusa_heads.suggest import suggest
 
 DRAFTERS = ("prompt_lookup", "suffix", "early_exit", "heads", "draft_model")
@@ -35,10 +38,25 @@ def check_options(names: Sequence[str], *, heads: Sequence[str], draft_model: st
     """Raises ValueError where a drafter and the option that it needs do not come together."""
     if NO_HEADS in heads:
         raise ValueError(f"--heads {NO_HEADS}: the base rows decode without heads; leave `heads` out of --drafters instead")
+    if heads and "heads" not in names:
+        raise ValueError(f"--heads {' '.join(heads)} draft nothing here: add heads to --drafters")
     if "draft_model" in names and draft_model is None:
         raise ValueError("--drafters draft_model needs --draft-model: a folder or hub id of a small model with the base's tokenizer")
     if draft_model is not None and "draft_model" not in names:
         raise ValueError(f"--draft-model {draft_model} drafts nothing here: add draft_model to --drafters")
+
+
+def check_verifiable(names: Sequence[str], verifier: VerifierChoice, *, tree: str, temperature: float) -> None:
+    """Raises ValueError where it is known before anything is loaded that a drafter cannot serve the verifier."""
+    for name in names:
+        try:
+            if name == "heads":
+                check_tree_verifier(tree, verifier, temperature=temperature)
+            else:
+                shape: SampledShape | None = "chain" if name in ("draft_model", "early_exit") else None
+                resolve_verifier(verifier, drafter=name, sampled_shape=shape, temperature=temperature)
+        except ValueError as error:
+            raise ValueError(f"{error}; or leave {name} out of --drafters") from None
 
 
 def load_all_heads(
@@ -70,31 +88,56 @@ def make_generators(
     tokenizer: Any,
     draft_model: str | None,
     batch_size: int,
+    adapt: bool,
 ) -> dict[str, Generator]:
-    """Row `base`, then one row per drafter (one per heads folder), in the order of `names`."""
+    """Row `base`, then one row per drafter (one per heads folder), in the order of `names`.
+
+    adapt: the drafters besides the heads, whose trees say it for them, draft as much as pays (drafters/adaptive.py);
+    else always as much as they can.
+    """
+    builders = {name: drafter_builder(name, copies[0], tokenizer, draft_model, batch_size) for name in names if name != "heads"}
+    max_nodes = {name: build(copies[0]).max_nodes for name, build in builders.items()}
+    forwards: list[Seconds] = []
+    if adapt and builders:
+        sizes = sorted({size for most in max_nodes.values() for size in sizes_up_to(most)})
+        forwards = [measure_forwards(copy, sizes, batch_size=batch_size) for copy in copies]
     generators = {"base": Generator(fastest_copy(copies, [batch_size]), NoDrafter())}
     for name in names:
-        match name:
-            case "prompt_lookup" | "suffix":
-                drafter = PromptLookupDrafter() if name == "prompt_lookup" else SuffixDrafter()
-                sizes = [batch_size, batch_size * (drafter.max_nodes + 1)]  # they often have nothing to propose
-                generators[name] = Generator(fastest_copy(copies, sizes), drafter)
-            case "early_exit":  # its draft model is made of the same copy of the base that verifies
-                engine = fastest_copy(copies, [batch_size, batch_size * (NUM_DRAFT_TOKENS + 1)])
-                generators[name] = Generator(engine, EarlyExitDrafter(engine))
-            case "heads":
-                generators |= {row: Generator(heads.engine, heads.drafter()) for row, heads in loaded.items()}
-            case "draft_model":
-                assert draft_model is not None, "check_options comes first"
-                engine = fastest_copy(copies, [batch_size * (DRAFT_LENGTH + 1)])
-                generators[name] = Generator(engine, draft_model_drafter(draft_model, engine, copies[0], tokenizer, batch_size))
+        if name == "heads":
+            generators |= {row: Generator(heads.engine, heads.drafter()) for row, heads in loaded.items()}
+        elif adapt:
+            generators[name] = adaptive_generator(builders[name], copies, forwards, batch_size)
+        else:
+            engine = fastest_copy(copies, [batch_size, batch_size * (max_nodes[name] + 1)])  # nothing to propose, and all it can
+            generators[name] = Generator(engine, builders[name](engine))
     return generators
 
 
-def draft_model_drafter(path: str, engine: PreTrainedModel, base: PreTrainedModel, tokenizer: Any, batch_size: int) -> Drafter:
-    """engine: the copy of `base` that verifies."""
-    draft = load_draft_model(path, base, tokenizer)
-    return DraftModelDrafter(engine, fastest_copy(decoding_copies(draft), [batch_size]))
+def drafter_builder(
+    name: str, base: PreTrainedModel, tokenizer: Any, draft_model: str | None, batch_size: int
+) -> Callable[[PreTrainedModel], Drafter]:
+    """What makes the drafter for the copy of the base that verifies."""
+    match name:
+        case "prompt_lookup":
+            return lambda engine: PromptLookupDrafter()
+        case "suffix":
+            return lambda engine: SuffixDrafter()
+        case "early_exit":  # its draft model is made of the same copy
+            return EarlyExitDrafter
+        case _:
+            assert name == "draft_model" and draft_model is not None, "check_options comes first"
+            draft = fastest_copy(decoding_copies(load_draft_model(draft_model, base, tokenizer)), [batch_size])
+            return lambda engine: DraftModelDrafter(engine, draft)
+
+
+def adaptive_generator(
+    build: Callable[[PreTrainedModel], Drafter], copies: Sequence[PreTrainedModel], forwards: Sequence[Seconds], batch_size: int
+) -> Generator:
+    """The drafter on the copy of the base that is fastest for it, and never slower than plain decoding where it does not pay."""
+    drafters = [build(copy) for copy in copies]
+    curves = [step_curve(*measured) for measured in zip(drafters, copies, forwards, strict=True)]
+    best = best_copy(curves, batch_size)
+    return Generator(copies[best], adaptive(drafters[best], curves[best]))
 
 
 def describe_tree(heads: LoadedHeads) -> dict[str, Any]:

@@ -28,10 +28,17 @@ class Decoding:
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     generation_config: GenerationConfig | None = None
+    batch_size: int = 1
 
     @property
     def is_sampled(self) -> bool:
         return self.generation_config is not None and bool(self.generation_config.do_sample)
+
+    @property
+    def temperature(self) -> float:
+        """0 for greedy decoding."""
+        config = self.generation_config
+        return float(config.temperature or 1.0) if config is not None and config.do_sample else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,11 @@ class GeneratorRow:
         drafter = generator.drafter
         self.name, self.generator, self.model, self.decoding = name, generator, generator.model, decoding
         self.verifier = resolve_verifier(
-            verifier, drafter=drafter.name, sampled_shape=drafter.sampled_shape, greedy=not decoding.is_sampled
+            verifier,
+            drafter=drafter.name,
+            sampled_shape=drafter.sampled_shape,
+            temperature=decoding.temperature,
+            batch_size=decoding.batch_size,
         )
         self.is_exact = self.verifier == "sample-and-match"
         self.is_lossless = is_lossless(self.verifier)

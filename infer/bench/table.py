@@ -156,9 +156,9 @@ def remarks(document: dict[str, Any]) -> list[str]:
             margins = f", first at margins up to {margin['max']:.4f} in the logits" if margin and margin["values"] else ""
             lines.append(f"{name}: {round((1 - same) * row['num_prompts'])} answers differ from base's{margins}")
     drafted = {row["drafter"]: row["num_drafted_tokens"] for row in document["rows"]}
-    for name in document["settings"]["trees"]:
+    for name in document["settings"]["step_seconds"]:
         if drafted[name] == 0:
-            lines.append(f"{name}: --tree auto found no tree that beats plain decoding here, so nothing was drafted")
+            lines.append(f"{name} drafted nothing: with --tree auto nothing that it could draft here beats plain decoding")
     if document["settings"].get("quality") and document["settings"]["decoding"] == "greedy":
         lines.append("typical acceptance (lossy) exists for sampling only: give --temperature to see its quality as well")
     return lines

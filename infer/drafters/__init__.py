@@ -63,6 +63,11 @@ class Drafter(Protocol):
         root (the one the root was drawn from). texts: prompt and answer so far, root included."""
         ...
 
+    def resize(self, num_nodes: int) -> None:
+        """From the next proposal on, at most num_nodes nodes besides the root: 1 up to the `max_nodes` of before any
+        resizing. Drafters of one fixed shape need not be able to."""
+        raise AssertionError(f"{self.name} drafts one size")
+
     def observe(self, lengths: list[int], running: list[bool]) -> None:
         """What became of the last proposal: drafted tokens accepted in each row, and which rows were still
         being decoded (the others' lengths mean nothing)."""

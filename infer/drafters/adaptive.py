@@ -15,7 +15,8 @@ same order, with the same T, give the same steps. Only what is drafted changes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -31,19 +32,24 @@ BEST_CASE = 2.0  # q of text that suits the drafts: a size that would not pay ev
 TRIAL_PRIOR = 2.0  # expected tokens that all before a trial count for: few, since the text may have changed
 
 
+def adaptive(drafter: Drafter, curve: Sequence[Mapping[str, Any]]) -> AdaptiveDrafter:
+    """The drafter over the sizes that were measured. curve: rows as `StepTime.figures` gives them, for some numbers of rows."""
+    seconds: dict[int, dict[int, float]] = {}
+    for row in curve:
+        seconds.setdefault(row["batch_size"], {})[row["num_nodes"]] = row["draft_s"] + row["forward_s"]
+    return AdaptiveDrafter(drafter, lengths={row["num_nodes"]: row["expected_acceptance_length"] for row in curve}, seconds=seconds)
+
+
 class AdaptiveDrafter(Drafter):
     """Lets `drafter` draft as many nodes per row as give the most tokens per second, or none.
 
-    resize: sets the drafter's size to a number of nodes. lengths: tau_n by number of nodes, 0 left out or 1.
-    seconds: T by rows, then by nodes, 0 included; between two numbers of rows T is interpolated, for the sizes
-    that both have. What was learnt is kept from batch to batch.
+    lengths: tau_n by number of nodes, 0 left out or 1. seconds: T by rows, then by nodes, 0 included; between two
+    numbers of rows T is interpolated, for the sizes that both have. What was learnt is kept from batch to batch.
     """
 
-    def __init__(
-        self, drafter: Drafter, resize: Callable[[int], None], *, lengths: Mapping[int, float], seconds: Mapping[int, Mapping[int, float]]
-    ) -> None:
+    def __init__(self, drafter: Drafter, *, lengths: Mapping[int, float], seconds: Mapping[int, Mapping[int, float]]) -> None:
         assert seconds and all(0 in by_nodes for by_nodes in seconds.values())
-        self.name, self.drafter, self.resize = drafter.name, drafter, resize
+        self.name, self.drafter = drafter.name, drafter
         self.gains = {size: length - 1 for size, length in lengths.items()} | {0: 0.0}
         self.seconds = {rows: dict(seconds[rows]) for rows in sorted(seconds)}
         self.accepted = self.expected = PRIOR
@@ -60,7 +66,8 @@ class AdaptiveDrafter(Drafter):
 
     def start(self, prompts: list[list[int]]) -> None:
         self.num_rows = len(prompts)
-        self.resize(self.max_nodes)
+        if self.max_nodes:
+            self.drafter.resize(self.max_nodes)
         self.drafter.start(prompts)
 
     def sample(self, sampling: DraftSampling) -> None:
@@ -69,7 +76,7 @@ class AdaptiveDrafter(Drafter):
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
         size = self._next_size()
         if size:
-            self.resize(size)
+            self.drafter.resize(size)
             candidates = self.drafter.propose(root_B, hidden_BD, texts)
         else:
             candidates = Candidates.root_only(root_B)

@@ -60,6 +60,9 @@ class DraftModelDrafter(Drafter):
     def sampled_shape(self) -> SampledShape | None:
         return "chain"
 
+    def resize(self, num_nodes: int) -> None:
+        self.length = num_nodes
+
     @torch.inference_mode()
     def start(self, prompts: list[list[int]]) -> None:
         room = min(max(map(len, prompts)), self.max_length) + self.length + 1

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,6 +19,13 @@ from infer.tree_spec import BeamTree
 from infer.verifiers import SampledShape
 from medusa_heads import base_model
 from medusa_heads.heads import DraftHeads
+
+
+def drawn_shape(tree: Tree | BeamTree) -> SampledShape | None:
+    """What drafts drawn over the tree form; None for a beam tree, whose shape depends on its tokens: there they cannot be drawn."""
+    if isinstance(tree, BeamTree):
+        return None
+    return "chain" if tree.depth == tree.num_nodes else "tree"
 
 
 class HeadsDrafter(Drafter):
@@ -51,9 +60,11 @@ class HeadsDrafter(Drafter):
 
     @property
     def sampled_shape(self) -> SampledShape | None:
-        if isinstance(self.tree, BeamTree):
-            return None
-        return "chain" if self.tree.depth == self.tree.num_nodes else "tree"
+        return drawn_shape(self.tree)
+
+    def resize(self, num_nodes: int) -> None:
+        assert isinstance(self.tree, BeamTree), "static trees have one size"
+        self.tree = replace(self.tree, num_nodes=num_nodes)
 
     def start(self, prompts: list[list[int]]) -> None:
         self.sampling = None

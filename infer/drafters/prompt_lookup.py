@@ -38,6 +38,9 @@ class PromptLookupDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.num_draft_tokens
 
+    def resize(self, num_nodes: int) -> None:
+        self.num_draft_tokens = num_nodes
+
     def start(self, prompts: list[list[int]]) -> None:
         self.tables = [_NgramTable(self.max_ngram) for _ in prompts]
 

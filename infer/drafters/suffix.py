@@ -46,6 +46,9 @@ class SuffixDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.num_nodes
 
+    def resize(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+
     def start(self, prompts: list[list[int]]) -> None:
         self.rows = [SuffixCounts(self.max_match + self.num_nodes) for _ in prompts]
 

@@ -50,7 +50,16 @@ def attend(
         query.reshape(batch, key.shape[1], group * length, width),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, group, 1),
+        attn_mask=_for_groups(attention_mask, group),
         scale=options.get("scaling"),
     )
     return output.reshape(batch, num_queries, length, value.shape[3]).transpose(1, 2).contiguous(), None
+
+
+def _for_groups(mask_B1NS: Tensor, group: int) -> Tensor:
+    """The mask of every query of a group, [B, 1, G * N, S]. Kept on the given one, which all layers of a forward share."""
+    if mask_B1NS.shape[2] == 1:
+        return mask_B1NS.expand(-1, -1, group, -1)
+    if getattr(mask_B1NS, "for_groups", None) is None:
+        mask_B1NS.for_groups = mask_B1NS.repeat(1, 1, group, 1)  # type: ignore[attr-defined]
+    return mask_B1NS.for_groups  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Prompts and the base's own answers -> how often the heads would have been right there.
+"""Prompts and the base's own answers -> where the heads would have been right there.
 
 One base forward per answer, without training code: the texts are read as decoding reads a prompt.
 """
@@ -19,12 +19,11 @@ from infer.drafters.heads import HeadsDrafter
 from infer.kv_cache import KVCache
 from infer.tree_forward import forward_over_cache
 from infer.tree_spec import BeamTree
-from infer.tune.expected_acceptance import Measured, measure_positions
+from infer.tune.expected_acceptance import NUM_POSITIONS, Measured, measure_runs, split_runs
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint
 
-NUM_POSITIONS = 8000
-MIN_POSITIONS = 100  # fewer say nothing about 32 ranks a head
+MIN_POSITIONS = 100  # fewer say nothing about any tree
 CHUNK_TOKENS = 1024
 
 
@@ -37,7 +36,7 @@ def measure_acceptance(
     *,
     num_positions: int = NUM_POSITIONS,
 ) -> Measured:
-    """Rank accuracies and acceptance on up to `num_positions` positions drawn evenly from the answers.
+    """Nodes of static trees and acceptance on about `num_positions` positions, in runs drawn evenly from the answers.
 
     Raises ValueError when the answers hold fewer than MIN_POSITIONS positions with K + 1 tokens after them.
     """
@@ -48,29 +47,30 @@ def measure_acceptance(
             f"--prompts: the answers give {available} positions to measure on, at least {MIN_POSITIONS} are needed: "
             "give more prompts or a larger --max-new-tokens"
         )
-    positions = _positions(model, num_heads, prompt_ids, answers, keep=min(1.0, num_positions / available))
-    drafter = HeadsDrafter(model, checkpoint.heads, BeamTree(num_heads))
-    chunks = ((drafter.draft_logits(hidden_RD), truth_RK, root_R) for hidden_RD, truth_RK, root_R in positions)
-    measured = measure_positions(chunks, draft_vocabulary=checkpoint.draft_vocabulary)
+    drafter = HeadsDrafter(model, checkpoint.heads, BeamTree(num_heads), draft_vocabulary=checkpoint.draft_vocabulary)
+    positions = _runs(model, num_heads, prompt_ids, answers, keep=min(1.0, num_positions / available))
+    runs = ((drafter.draft_logits(hidden_RD), truth_RK, root_R) for hidden_RD, truth_RK, root_R in positions)
+    measured = measure_runs(runs, draft_vocabulary=drafter.vocabulary)
     assert measured is not None
     return measured
 
 
-def _positions(
+def _runs(
     model: PreTrainedModel, num_heads: int, prompt_ids: Sequence[list[int]], answers: Sequence[list[int]], *, keep: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Hidden states [R, D], the K true tokens after the root [R, K] and the root [R], in chunks."""
+    """Hidden states [R, D], the K true tokens after the root [R, K] and the root [R], per run of consecutive positions."""
     generator = torch.Generator().manual_seed(0)
     pairs = list(zip(prompt_ids, answers, strict=True))
     for prompt, answer_ids in tqdm(pairs, desc="acceptance", file=sys.stderr):
         roots = torch.arange(len(prompt), len(prompt) + max(0, len(answer_ids) - num_heads))
-        roots = roots[torch.rand(len(roots), generator=generator) < keep].to(model.device)
-        if not len(roots):
+        runs = list(split_runs(roots, keep=keep, generator=generator))
+        if not runs:
             continue
         hidden_TD = text_hidden_states(model, [*prompt, *answer_ids])
         text_T = torch.tensor([*prompt, *answer_ids], device=model.device)
-        for part in roots.split(64 if model.device.type == "cuda" else 16):
-            yield hidden_TD[part - 1], torch.stack([text_T[part + 1 + k] for k in range(num_heads)], 1), text_T[part]
+        for run in runs:
+            run = run.to(model.device)
+            yield hidden_TD[run - 1], torch.stack([text_T[run + 1 + k] for k in range(num_heads)], 1), text_T[run]
 
 
 def text_hidden_states(model: PreTrainedModel, text: list[int]) -> Tensor:

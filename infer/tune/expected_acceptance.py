@@ -1,128 +1,135 @@
-"""Draft logits and the base's own next tokens -> rank accuracies and expected acceptance lengths.
+"""Draft logits and the base's own next tokens -> the best nodes of static trees, and acceptance lengths.
 
-Uses the decoder's own tree builder on true prefixes, so no tree has to be decoded. Figures are means
-over positions drawn evenly; decoding visits hard positions more often, so its acceptance comes out
-some per cent lower.
+Uses the decoder's own tree builder on true prefixes, so no tree has to be decoded: positions come in runs of
+consecutive ones, and stepping through a run from accepted token to accepted token is what greedy decoding does there.
 """
 
-# R positions, K heads, V vocabulary, N tree nodes
+# R consecutive positions, K heads, V proposed tokens, N tree nodes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infer.candidates import beam_candidates
-from infer.tree import Tree
-from infer.tree_builders import static_tree
+from infer.tree import Path_
+from infer.tree_builders import NUM_RANKS, accepted_in_runs, best_nodes, decoded_length, static_tree
 from infer.verify import accept_matching
+from medusa_heads.checkpoint import path_from_name, path_name
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-NUM_RANKS = 32
+RUN = 64  # consecutive positions of an answer that are measured together
+NUM_POSITIONS = 40_000  # fewer leave the order of a static tree's last nodes to chance
+NUM_STORED = 512  # nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """rank_accuracy: [K][32], how often head k's token of rank r is true given that the path above
-    lies within the ranks; acceptance_length: expected tokens per step by nodes of the beam tree, the
-    bonus token included; top1: [K]; num_positions: how many were measured; ranks_RK: the rank of the
-    true token at every position, long."""
+    """static_nodes: the nodes of static trees (tree_builders.best_nodes); acceptance_length: tokens per step by nodes of
+    the beam tree, the bonus token included; top1: [K], over all positions; num_positions: how many were measured;
+    runs_RK: per run of consecutive positions, the ranks of the true tokens, long."""
 
-    rank_accuracy: list[list[float]]
+    static_nodes: dict[Path_, float]
     acceptance_length: dict[int, float]
     top1: list[float]
     num_positions: int
-    ranks_RK: Tensor = field(repr=False, compare=False)
+    runs_RK: list[Tensor] = field(repr=False, compare=False)
 
     def as_exact_dict(self) -> dict[str, Any]:
         """All of it, as plain values for JSON."""
-        lengths = {str(n): tau for n, tau in self.acceptance_length.items()}
         return {
-            "rank_accuracy": self.rank_accuracy,
-            "acceptance_length": lengths,
+            "static_nodes": {path_name(path): share for path, share in self.static_nodes.items()},
+            "acceptance_length": {str(n): tau for n, tau in self.acceptance_length.items()},
             "top1": self.top1,
             "num_positions": self.num_positions,
-            "ranks": self.ranks_RK.tolist(),
+            "runs": [run_RK.tolist() for run_RK in self.runs_RK],
         }
 
     @staticmethod
     def from_exact_dict(values: dict[str, Any]) -> Measured:
+        nodes = {path_from_name(name): share for name, share in values["static_nodes"].items()}
         lengths = {int(n): tau for n, tau in values["acceptance_length"].items()}
-        return Measured(values["rank_accuracy"], lengths, values["top1"], values["num_positions"], torch.tensor(values["ranks"]))
+        return Measured(nodes, lengths, values["top1"], values["num_positions"], [torch.tensor(run) for run in values["runs"]])
 
     def as_dict(self) -> dict[str, Any]:
         """What is stored beside the heads: rounded, without the positions."""
         return {
-            "rank_accuracy": [[round(a, 5) for a in row] for row in self.rank_accuracy],
+            "static_nodes": {path_name(path): round(share, 5) for path, share in islice(self.static_nodes.items(), NUM_STORED)},
             "acceptance_length": {str(n): round(tau, 4) for n, tau in self.acceptance_length.items()},
             "top1": [round(a, 4) for a in self.top1],
             "num_positions": self.num_positions,
-            "convention": "positions drawn evenly from held-out answers of the base; bonus token included",
+            "convention": f"held-out answers of the base, decoded in runs of up to {RUN} positions; bonus token included",
         }
 
 
-def measure_positions(chunks: Iterable[tuple[Tensor, Tensor, Tensor]], *, draft_vocabulary: Tensor | None = None) -> Measured | None:
-    """Measures on chunks of (draft logits [R, K, V], true tokens after the root [R, K], root [R]); None without a position.
+def measure_runs(runs: Iterable[tuple[Tensor, Tensor, Tensor]], *, draft_vocabulary: Tensor | None = None) -> Measured | None:
+    """Measures on runs of consecutive positions of an answer; None without one.
 
-    draft_vocabulary: only these tokens are proposed, as in decoding.
+    runs: draft logits over the proposed tokens [R, K, V], true tokens after the root [R, K], root [R].
+    draft_vocabulary: the token ids [V] that are proposed, ascending; None for all.
     """
     ranks: list[Tensor] = []
-    accepted = dict.fromkeys(NODE_COUNTS, 0)
-    for logits_RKV, truth_RK, root_R in chunks:
-        if draft_vocabulary is not None:
-            outside = torch.ones(logits_RKV.shape[-1], dtype=torch.bool, device=logits_RKV.device)
-            outside[draft_vocabulary.to(outside.device)] = False
-            logits_RKV = logits_RKV.masked_fill(outside, -torch.inf)
-        ranks.append((logits_RKV > logits_RKV.gather(2, truth_RK[:, :, None])).sum(-1).cpu())
+    accepted: dict[int, list[Tensor]] = {n: [] for n in NODE_COUNTS}
+    for logits_RKV, truth_RK, root_R in runs:
+        ranks.append(true_ranks(logits_RKV, truth_RK, draft_vocabulary).cpu())
         for num_nodes in NODE_COUNTS:
-            accepted[num_nodes] += int(_accepted(root_R, logits_RKV, truth_RK, num_nodes).sum())
+            accepted[num_nodes].append(_accepted(root_R, logits_RKV, truth_RK, num_nodes, draft_vocabulary).cpu())
     if not ranks:
         return None
     ranks_RK = torch.cat(ranks)
-    total = len(ranks_RK)
     return Measured(
-        rank_accuracy(ranks_RK),
-        {n: 1 + count / total for n, count in accepted.items()},
+        best_nodes(ranks),
+        {n: decoded_length(lengths) for n, lengths in accepted.items()},
         (ranks_RK == 0).double().mean(0).tolist(),
-        total,
-        ranks_RK,
+        len(ranks_RK),
+        ranks,
     )
 
 
-def rank_accuracy(ranks_RK: Tensor) -> list[list[float]]:
-    """Ranks of the true tokens -> [K][32], how often each rank is the true one where the path above lies within the ranks."""
-    accuracy = []
-    for k in range(ranks_RK.shape[1]):
-        reached_R = (ranks_RK[:, :k] < NUM_RANKS).all(1)
-        found_R = ranks_RK[reached_R, k]
-        hits = torch.bincount(found_R[found_R < NUM_RANKS], minlength=NUM_RANKS).double()
-        accuracy.append((hits / max(1, len(found_R))).tolist())
-    return accuracy
+def true_ranks(logits_RKV: Tensor, truth_RK: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """How many proposed tokens each head finds likelier than the true one, [R, K]; where that is not proposed, a rank
+    that no tree holds."""
+    size = logits_RKV.shape[-1]
+    index_RK, proposed_RK = truth_RK, torch.ones_like(truth_RK, dtype=torch.bool)
+    if vocabulary is not None:
+        vocabulary = vocabulary.to(truth_RK.device)
+        index_RK = torch.searchsorted(vocabulary, truth_RK).clamp(max=size - 1)
+        proposed_RK = vocabulary[index_RK] == truth_RK
+    return (logits_RKV > logits_RKV.gather(2, index_RK[:, :, None])).sum(-1).where(proposed_RK, max(size, NUM_RANKS))
 
 
-def static_length(ranks_RK: Tensor, tree: Tree) -> float:
-    """Mean acceptance length of a static tree over positions, the bonus token included: no independence of the heads is assumed."""
-    accepted = sum(int((ranks_RK[:, : len(path)] == torch.tensor(path)).all(1).sum()) for path in tree.paths)
-    return 1 + accepted / len(ranks_RK)
+def split_runs(positions: Tensor, *, keep: float, generator: torch.Generator) -> Iterator[Tensor]:
+    """Ascending positions -> runs of at most RUN consecutive ones, each kept with probability `keep`."""
+    breaks = (positions.diff() != 1).nonzero()[:, 0] + 1
+    for stretch in positions.tensor_split(breaks.tolist()):
+        for run in stretch.split(RUN):
+            if len(run) and float(torch.rand((), generator=generator)) < keep:
+                yield run
 
 
-def held_out_static_length(ranks_RK: Tensor, num_nodes: int, *, num_ranks: int = NUM_RANKS) -> float:
-    """Expected acceptance length of a static tree of `num_nodes` nodes, built on one half of the positions
-    and counted on the other, both ways: a tree fitted to the very positions would flatter itself.
+def held_out_static_lengths(runs_RK: Sequence[Tensor], sizes: Iterable[int]) -> dict[int, float]:
+    """Acceptance length of static trees by size, each built on one half of the runs and decoded on the other, both
+    ways: a tree fitted to the very positions would flatter itself. Sizes that a half has too few nodes for are left out."""
+    middle = len(runs_RK) // 2
+    first, second = runs_RK[:middle], runs_RK[middle:]
+    if not first:
+        return {}
+    pairs = [(best_nodes(first), second), (best_nodes(second), first)]
+    lengths = {}
+    for size in sizes:
+        if all(len(nodes) >= size for nodes, _ in pairs):
+            trees = [(static_tree(nodes, size), runs) for nodes, runs in pairs]
+            lengths[size] = decoded_length([accepted_R for tree, runs in trees for accepted_R in accepted_in_runs(runs, tree)])
+    return lengths
 
-    num_ranks: ranks beyond it are not used (the vocabulary's size, where that is smaller).
-    """
-    halves = ranks_RK.tensor_split(2)
-    trees = [static_tree([row[:num_ranks] for row in rank_accuracy(half)], num_nodes) for half in halves]
-    return sum(len(half) * static_length(half, tree) for half, tree in zip(halves, reversed(trees), strict=True)) / len(ranks_RK)
 
-
-def _accepted(root_R: Tensor, logits_RKV: Tensor, truth_RK: Tensor, num_nodes: int) -> Tensor:
-    candidates = beam_candidates(root_R, logits_RKV, num_nodes)
+def _accepted(root_R: Tensor, logits_RKV: Tensor, truth_RK: Tensor, num_nodes: int, vocabulary: Tensor | None) -> Tensor:
+    candidates = beam_candidates(root_R, logits_RKV, num_nodes, vocabulary=vocabulary)
     path_RK = torch.cat([root_R[:, None], truth_RK], 1)
     truth_RN = path_RK.gather(1, candidates.depths_BN.expand_as(candidates.tokens_BN))
     return accept_matching(candidates.tokens_BN == truth_RN, truth_RN, candidates).length_B

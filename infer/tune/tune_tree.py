@@ -28,10 +28,10 @@ from infer.output_file import check_writable
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree import Tree
 from infer.tree_builders import static_tree
-from infer.tree_spec import TUNED_FILE, BeamTree, most_beam_nodes, num_proposed
+from infer.tree_spec import TUNED_FILE, BeamTree, most_beam_nodes
 from infer.tune.answer_acceptance import measure_acceptance
 from infer.tune.auto_tree import SIZES, expected_length, longest_context, measure_trees
-from infer.tune.expected_acceptance import NUM_RANKS, Measured, held_out_static_length
+from infer.tune.expected_acceptance import Measured, held_out_static_lengths
 from infer.tune.pieces import Pieces
 from infer.tune.tune_report import plot_tuning, print_tuning
 from infer.tune.tune_store import finished, store
@@ -166,17 +166,16 @@ def collect_answers(
 
 def candidate_trees(checkpoint: HeadsCheckpoint, measured: Measured) -> tuple[dict[Key, Tree | BeamTree], dict[Key, float]]:
     """Plain decoding (a beam of no nodes), then beam and static trees in growing size, with their expected acceptance lengths."""
-    num_ranks = min(NUM_RANKS, num_proposed(checkpoint))
-    accuracy = [row[:num_ranks] for row in measured.rank_accuracy]
+    static_lengths = held_out_static_lengths(measured.runs_RK, [size for size in SIZES if size])
     trees: dict[Key, Tree | BeamTree] = {}
     lengths: dict[Key, float] = {}
     for size in SIZES:
         if size <= most_beam_nodes(checkpoint):
             trees["beam", size] = BeamTree(size)
             lengths["beam", size] = expected_length(measured.acceptance_length, size)
-        if size and (tree := static_tree(accuracy, size)).num_nodes == size:
-            trees["static", size] = tree
-            lengths["static", size] = held_out_static_length(measured.ranks_RK, size, num_ranks=num_ranks)
+        if size in static_lengths and size <= len(measured.static_nodes):
+            trees["static", size] = static_tree(measured.static_nodes, size)
+            lengths["static", size] = static_lengths[size]
     return trees, lengths
 
 

@@ -30,6 +30,9 @@ class ScriptedDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.depth * self.width
 
+    def resize(self, num_nodes: int) -> None:
+        self.depth = num_nodes // self.width
+
     def start(self, prompts: list[list[int]]) -> None:
         assert len(prompts) == len(self.answers)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from infer import commands
+from infer import commands, loading
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.prompts import encode_chat
@@ -43,7 +44,8 @@ def plain_answer(messages: list[tuple[str, str]], max_new_tokens: int = 12) -> s
 
 def run(folders: tuple[str, str], command: str, *options: str, heads: str | None = None) -> int:
     base, saved = folders
-    return main([command, "--base", base, "--heads", heads or saved, "--tree", "beam:4", "--max-new-tokens", "12", *options])
+    tree = [] if heads == "none" else ["--tree", "beam:4"]
+    return main([command, "--base", base, "--heads", heads or saved, *tree, "--max-new-tokens", "12", *options])
 
 
 @pytest.mark.parametrize("heads", [None, "none"])
@@ -166,6 +168,35 @@ def test_chat_survives_a_message_beyond_the_context(
 )
 def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
     assert run(folders, "generate", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat"]])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "none", "--tree", "beam:4"], "--tree beam:4 has no effect with --heads none, which drafts nothing: leave it out"),
+        (["--heads", "none", "--temperature", "1", "--verifier", "block"], "--verifier block: nothing is drafted here"),
+        (["--heads", "h", "--temperature", "1", "--verifier", "block"], "--verifier block needs drafts that are drawn"),
+        (["--heads", "h", "--temperature", "1", "--verifier", "traversal", "--tree", "beam:8"], "needs drafts that are drawn"),
+        (["--heads", "h", "--temperature", "1", "--verifier", "block", "--tree", "BUSHY"], "--verifier block is for chains"),
+        (["--heads", "h", "--tree", "/nowhere.json"], "--tree /nowhere.json: no such file"),
+        ([], "--heads is needed for --base"),
+    ],
+)
+def test_conflicts_are_told_before_anything_is_loaded(
+    command: list[str],
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "load_model", lambda *args, **kwargs: pytest.fail("nothing is to be loaded"))
+    (tmp_path / "bushy.json").write_text("[[0], [1]]")
+    options = [str(tmp_path / "bushy.json") if option == "BUSHY" else option for option in options]
+    assert main([*command, "--base", "some/base", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 

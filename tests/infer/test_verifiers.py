@@ -17,7 +17,7 @@ from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.generate import Generator
 from infer.tree import Tree, build_tree, chain
 from infer.tree_spec import BeamTree
-from infer.verifiers import SHAPE_NEEDED, VerifierChoice, check_verifier, is_lossless, resolve_verifier, verdict
+from infer.verifiers import SHAPE_NEEDED, BestVerifier, VerifierChoice, check_verifier, is_lossless, resolve_verifier, verdict
 from infer.verify_sampled import DraftTree
 from tests.random_heads import random_heads
 from tests.tiny_models import tiny_model
@@ -39,13 +39,45 @@ def token_ids(generator: Generator, verifier: VerifierChoice, *, seed: int = 0) 
 
 
 def test_auto_is_exact_and_takes_what_the_drafter_can() -> None:
-    assert resolve_verifier("auto", drafter="heads", sampled_shape="tree", greedy=False) == "sample-and-match"
-    for (drafter, shape), best in verifiers.AUTO.items():
-        assert is_lossless(best) and resolve_verifier(best, drafter=drafter, sampled_shape=shape, greedy=False) == best
-        assert resolve_verifier("auto", drafter=drafter, sampled_shape=shape, greedy=False) == best
-        assert resolve_verifier("auto", drafter=drafter, sampled_shape=None, greedy=False) == "sample-and-match"
-        assert resolve_verifier("auto", drafter=drafter, sampled_shape=shape, greedy=True) == "sample-and-match"
+    assert resolve_verifier("auto", drafter="unmeasured", sampled_shape="tree", temperature=1.0) == "sample-and-match"
+    assert len({(best.drafter, best.shape, best.temperature, best.batch_size) for best in verifiers.AUTO}) == len(verifiers.AUTO)
+    for best in verifiers.AUTO:
+        cell: dict[str, Any] = dict(
+            drafter=best.drafter, sampled_shape=best.shape, temperature=best.temperature, batch_size=best.batch_size
+        )
+        assert is_lossless(best.verifier) and resolve_verifier(best.verifier, **cell) == best.verifier
+        assert resolve_verifier("auto", **cell) == best.verifier
+        assert resolve_verifier("auto", **cell | dict(sampled_shape=None)) == "sample-and-match"
+        assert resolve_verifier("auto", **cell | dict(temperature=0.0)) == "sample-and-match"
     assert [choice for choice in CHOICES if not is_lossless(choice)] == ["typical"]
+
+
+def test_auto_takes_the_nearest_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [(0.7, 1, "sample-and-match"), (0.7, 8, "token-rejection"), (1.0, 1, "block"), (1.0, 8, "traversal")]
+    rows = tuple(BestVerifier("draft_model", "chain", temperature, rows, best) for temperature, rows, best in table)  # type: ignore[arg-type]
+    monkeypatch.setattr(verifiers, "AUTO", rows)
+
+    def auto(temperature: float, batch_size: int) -> VerifierChoice:
+        return resolve_verifier("auto", drafter="draft_model", sampled_shape="chain", temperature=temperature, batch_size=batch_size)
+
+    assert [auto(temperature, rows) for temperature, rows, _ in table] == [best for _, _, best in table]
+    assert [auto(0.8, 2), auto(0.2, 3), auto(0.9, 2), auto(5.0, 100)] == [best for _, _, best in table]  # 3 is nearer to 8, as a ratio
+    monkeypatch.setattr(verifiers, "AUTO", (rows[0], rows[3]))
+    assert auto(0.7, 8) == "sample-and-match" and auto(1.0, 1) == "traversal"  # the temperature comes first
+
+
+def test_auto_is_told_the_temperature_and_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One measurement asks for what the drafter was not made for; the text shows which one was nearest."""
+    model = tiny_model("llama")
+    generator = heads_generator(model, chain(3))
+    nearest: tuple[tuple[int, VerifierChoice], ...] = ((1, "sample-and-match"), (2, "block"))
+    for rows, best in nearest:
+        table = [BestVerifier("heads", "chain", 0.8, 2, "block"), BestVerifier("heads", "chain", 0.8, 1, "sample-and-match")]
+        monkeypatch.setattr(verifiers, "AUTO", (*table, BestVerifier("heads", "chain", 3.0, rows, "token-rejection")))
+        options: dict[str, Any] = dict(generation_config=SAMPLED, eos_ids=(), seed=2)
+        found = generator.generate(PROMPTS[:rows], **options)
+        assert found == generator.generate(PROMPTS[:rows], **options, verifier=best)
+        assert found != generator.generate(PROMPTS[:rows], **options, verifier="token-rejection")
 
 
 @pytest.mark.parametrize("verifier", CHOICES)
@@ -163,5 +195,5 @@ def test_auto_is_settled_before_a_tree_is_judged() -> None:
 @pytest.mark.parametrize("name", ["typical", "block"])
 def test_nothing_drafted_is_nothing_verified(name: VerifierChoice) -> None:
     with pytest.raises(ValueError, match="nothing is drafted here"):
-        resolve_verifier(name, drafter="base", sampled_shape=None, greedy=False)
-    assert resolve_verifier("auto", drafter="base", sampled_shape=None, greedy=False) == "sample-and-match"
+        resolve_verifier(name, drafter="base", sampled_shape=None, temperature=1.0)
+    assert resolve_verifier("auto", drafter="base", sampled_shape=None, temperature=1.0) == "sample-and-match"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -160,6 +161,18 @@ def test_load_base_names_what_is_wrong(tmp_path: Path) -> None:
         base_model.load_base(str(tmp_path))
     with pytest.raises(ValueError, match="--dtype 'int8' is not one of float32, bfloat16, float16"):
         base_model.parse_dtype("int8")
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_one_line_with_the_ways_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for load in (base_model.load_base, base_model.load_tokenizer):
+        with pytest.raises(
+            ValueError, match=r"^--base 'some/base'.*HF_HUB_OFFLINE .*: run `hf download some/base`.*or give a local folder$"
+        ):
+            load("some/base")
+        with pytest.raises(ValueError) as caught:
+            load(str(tmp_path))
+        assert "hf download" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from infer.tree_spec import parse_tree
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, resolve_heads, save_heads
 from tests.random_heads import random_heads
@@ -19,7 +20,7 @@ from tests.tiny_models import tiny_model
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     heads = random_heads(tiny_model("llama"), num_layers=2)
-    measured = {"rank_accuracy": [[0.5, 0.2]], "acceptance_length": {16: 1.5}}
+    measured = {"static_nodes": {"0": 0.5, "0,2": 0.2}, "acceptance_length": {16: 1.5}}
     return save_heads(heads, tmp_path / "heads", card="# card\n", measured=measured, command=["train", "--lr", "1"])
 
 
@@ -43,7 +44,7 @@ def test_logits_survive_the_round_trip_bit_for_bit(tmp_path: Path, family: str, 
 
 def test_everything_written_is_read(folder: Path) -> None:
     checkpoint = load_heads(folder, tiny_model("llama"))
-    assert (checkpoint.rank_accuracy, checkpoint.acceptance) == ([[0.5, 0.2]], {16: 1.5})
+    assert (checkpoint.static_nodes, checkpoint.acceptance) == ({(0,): 0.5, (0, 2): 0.2}, {16: 1.5})
     assert (folder / "README.md").read_text() == "# card\n"
     assert (folder / "train_command.txt").read_text().startswith("train --lr 1\npython 3")
     assert not list(folder.parent.glob(".*"))
@@ -119,15 +120,23 @@ def test_missing_and_broken_files_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *([], 3, None, {"rank_accuracy": 0.5}, {"rank_accuracy": [0.5]}, {"rank_accuracy": [["high"]]}, {"rank_accuracy": [[None]]}),
+        *([], 3, None, {"static_nodes": 0.5}, {"static_nodes": [0.5]}, {"static_nodes": {"0": "high"}}, {"static_nodes": {"zero": 0.5}}),
         *({"acceptance_length": [1.5]}, {"acceptance_length": {"many": 1.5}}, {"acceptance_length": {"16": [1.5]}}),
         *({"acceptance_length": {"16": "1.5"}}, {"acceptance_length": {"16": True}}),
     ],
 )
 def test_measurements_of_another_shape_are_refused(folder: Path, content: object) -> None:
     (folder / "trees" / "measured.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"measured.json is damaged: expected `rank_accuracy`"):
+    with pytest.raises(ValueError, match=r"measured.json is damaged: expected `static_nodes`"):
         load_heads(folder, tiny_model("llama"))
+
+
+def test_measurements_of_before_static_nodes_still_load(folder: Path) -> None:
+    (folder / "trees" / "measured.json").write_text(json.dumps({"rank_accuracy": [[0.5, 0.2]], "acceptance_length": {"16": 1.5}}))
+    checkpoint = load_heads(folder, tiny_model("llama"))
+    assert (checkpoint.static_nodes, checkpoint.acceptance) == ({}, {16: 1.5})
+    with pytest.raises(ValueError, match="static:4: these heads come with no measured nodes: measure them with `medusa-heads tree`"):
+        parse_tree("static:4", checkpoint)
 
 
 def test_unknown_families_and_options_are_refused(folder: Path) -> None:

@@ -21,7 +21,7 @@ CONFIG = HeadsConfig(
 MEASURED: dict[str, Any] = {
     "hardware": "2 CPU cores",
     "acceptance_length": {16: 1.9, 64: 2.1},
-    "rank_accuracy": [[0.5, 0.25], [0.3]],
+    "slot_accuracy": [[0.5, 0.25], [0.3]],
     "decoded": [{"prompts": "a|b", "mean_acceptance_length": 2.0}, {"prompts": "c", "tree": "beam:16"}],
 }
 
@@ -68,7 +68,7 @@ def test_what_is_not_given_is_named_as_unknown() -> None:
 
 
 def test_empty_parts_print_no_table() -> None:
-    assert "## Measured acceptance\n\nNot measured." in _card(measured={"acceptance_length": {}, "rank_accuracy": []})
+    assert "## Measured acceptance\n\nNot measured." in _card(measured={"acceptance_length": {}, "static_nodes": {}})
 
 
 def test_the_code_in_the_card_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import tyro
 
 from infer.tree import load_tree
 from medusa_heads.checkpoint import save_heads
-from tests.random_heads import random_heads
+from tests.random_heads import random_heads, static_nodes
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +32,7 @@ def test_trees_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny_model("llama")
     model.save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
-    rank_accuracy = [[0.5, 0.2, 0.1] + [0.01] * 9] * 4
-    measured = {"rank_accuracy": rank_accuracy, "acceptance_length": {"4": 1.8, "64": 2.5}}
+    measured = {"static_nodes": static_nodes(4), "acceptance_length": {"4": 1.8, "64": 2.5}}
     save_heads(random_heads(model, num_heads=4), tmp_path / "heads", card="", measured=measured)
     questions = [{"id": str(i), "messages": [{"role": "user", "content": text}]} for i, text in enumerate(("hello", "the cat", "how"))]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))

@@ -35,7 +35,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_twin_and_heads_are_written_and_belong_together(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny_model("llama")
     heads = create_heads(HeadsConfig(num_heads=2), source)
-    save_heads(heads, tmp_path / "heads", card="", measured={"rank_accuracy": [[0.5], [0.25]], "acceptance_length": {"1": 1.5}})
+    save_heads(heads, tmp_path / "heads", card="", measured={"static_nodes": {"0": 0.5, "0,0": 0.25}, "acceptance_length": {"1": 1.5}})
     with monkeypatch.context() as patch:
         patch.setattr(base_model, "load_base", lambda *_, **__: (source, None))
         script.MakeCostTwin(output=tmp_path / "model", heads=str(tmp_path / "heads"), heads_output=tmp_path / "wide", device="cpu").run()
@@ -43,7 +43,7 @@ def test_twin_and_heads_are_written_and_belong_together(script: Any, tmp_path: P
     assert model.dtype == torch.bfloat16 and len(tokenizer) == 300
     checkpoint = load_heads(tmp_path / "wide", model)
     assert (checkpoint.config.hidden_size, checkpoint.config.base_model) == (90, "twin")
-    assert checkpoint.acceptance == {1: 1.5} and checkpoint.rank_accuracy == [[0.5], [0.25]]
+    assert checkpoint.acceptance == {1: 1.5} and checkpoint.static_nodes == {(0,): 0.5, (0, 0): 0.25}
 
 
 def test_nothing_to_write_is_refused(script: Any) -> None:

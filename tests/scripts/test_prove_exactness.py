@@ -21,13 +21,12 @@ from medusa_heads.checkpoint import save_heads
 from medusa_heads.cli import run_command
 from scripts.prove_exactness import ProveExactness
 from tests.infer.test_generate import base_answer, prompts
-from tests.random_heads import random_heads
+from tests.random_heads import random_heads, static_nodes
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ROOT / "scripts" / "exactness_prompts.jsonl"
 MORE_PROMPTS = (PROMPTS, ROOT / "scripts" / "demo_prompts.jsonl", ROOT / "scripts" / "demo_bench_prompts.jsonl")
-RANK_ACCURACY = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1, 0.05]]
 FAMILIES = ("llama", "mistral_window", "gemma2", "gemma3", "phi3")
 NUM_PROMPTS = 12
 
@@ -41,7 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model = tiny_model(family)
         model.save_pretrained(folder / "base")
         tiny_tokenizer().save_pretrained(folder / "base")
-        save_heads(random_heads(model), folder / "heads", card="random", measured={"rank_accuracy": RANK_ACCURACY, "acceptance_length": {}})
+        save_heads(random_heads(model), folder / "heads", card="random", measured={"static_nodes": static_nodes(), "acceptance_length": {}})
         return {"base": str(folder / "base"), "heads": str(folder / "heads")}
 
     return save

@@ -16,11 +16,10 @@ from infer.verify_sampled import DraftTree, Laws
 from medusa_heads.checkpoint import save_heads
 from medusa_heads.cli import run_command
 from scripts.prove_sampling import ProveSampling
-from tests.random_heads import random_heads
+from tests.random_heads import random_heads, static_nodes
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = Path(__file__).resolve().parents[2] / "scripts" / "exactness_prompts.jsonl"
-RANK_ACCURACY = [[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1, 0.05]]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder, model = tmp_path_factory.mktemp("sampling"), tiny_model("llama")
     model.save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
-    save_heads(random_heads(model), folder / "heads", card="random", measured={"rank_accuracy": RANK_ACCURACY, "acceptance_length": {}})
+    save_heads(random_heads(model), folder / "heads", card="random", measured={"static_nodes": static_nodes(), "acceptance_length": {}})
     return {"base": str(folder / "base"), "heads": str(folder / "heads")}
 
 

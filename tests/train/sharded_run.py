@@ -1,92 +1,128 @@
-"""Steps of a HeadedModel whose frozen base is sharded by `fully_shard`: what FSDP2 does, on CPU processes.
+"""Training runs with a sharded base, over gloo; in one process the same runs with a whole one.
 
-As a process: `python -m tests.train.sharded_run OUT.pt`, each rank of `torchrun`; alone it is one process, nothing sharded.
+As a process: `python -m tests.train.sharded_run OUT FOLDER [options of python -m train]`, each rank of `torchrun`, under what the launcher
+sets for accelerate's FSDP2. The last run is the whole program with these options.
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import shutil
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from accelerate import Accelerator
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from medusa_heads import base_model
-from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import create_heads
 from tests.tiny_models import tiny_model
-from tests.train.training_runs import PACK_LENGTH, rows
-from train.batch import make_batch, window_counts
-from train.headed_model import HeadedModel
-from train.objectives import Objective
-from train.packing import PackedDataset, collate
-from train.windows import WindowPlan
+from tests.train import medusa2_runs
+from tests.train.training_runs import PACK_LENGTH, make_trainer, rows
+from train.__main__ import main as train
+from train.acceptance import Validation, decode
+from train.history import read_history
+from train.packing import PackedDataset
+from train.run_state import checkpoint_folder
+from train.sharding import in_lock_step, start_sharding
+from train.trainer import Trainer
 
-NUM_HEADS, NUM_STEPS, ROWS = 3, 4, 4
-
-
-def make_model(own_lm_head: bool) -> HeadedModel:
-    base = tiny_model("llama")
-    heads = create_heads(HeadsConfig(num_heads=NUM_HEADS, num_layers=2, own_lm_head=own_lm_head), base)
-    nn.init.normal_(heads.weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    return HeadedModel(base, heads, objective=Objective("kl"))
+ROWS = 8  # in an optimizer step, over all processes
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]  # not a multiple of the processes
+KILLED_AT = 2
 
 
-def shard(model: HeadedModel) -> None:
-    """One unit per layer of the base, and the root with all else: embedding, LM head, heads."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in base_model.decoder_layers(model.base):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+def plain(folder: Path, num_processes: int, own_lm_head: bool = False) -> dict[str, Any]:
+    """Two micro-batches a step; gradients are clipped."""
+    sizes: dict[str, Any] = {"batch_size": ROWS // num_processes // 2, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(folder, own_lm_head=own_lm_head, objective="kl", seed_heads=0, max_grad_norm=0.05, num_layers=2, **sizes)
+    shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
+    trainer.train()
+    return outcome(trainer) | {"shares": shares}
 
 
-def whole(weight: Tensor) -> Tensor:
-    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+def validated(folder: Path, num_processes: int) -> dict[str, Any]:
+    """Decodes before and while it trains; killed after a checkpoint and resumed."""
+    answers = PackedDataset(rows(4, seed=7), pack_length=PACK_LENGTH, num_heads=3)
+    options: dict[str, Any] = {
+        "batch_size": ROWS // num_processes,
+        "seed_heads": 0,
+        "save_every": KILLED_AT,
+        "keep_checkpoints": 9,
+        "validate_every": 2,
+        "held_out": 1,
+    }
+    trainer = make_trainer(folder, **options)
+    before = {}
+    with in_lock_step(trainer.accelerator, trainer.headed):
+        if trainer.accelerator.is_main_process:
+            before = dataclasses.asdict(decode(trainer.headed, Validation(PROMPTS[:1], (2,))))
+    trainer.train(Validation(PROMPTS, (2,), answers=answers))
+    if trainer.accelerator.is_main_process:
+        for step in range(KILLED_AT + 1, trainer.num_steps + 1):
+            shutil.rmtree(checkpoint_folder(folder, step), ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    resumed = make_trainer(folder, **options)
+    resumed.train(Validation(PROMPTS, (2,), answers=answers))
+    figures = [{name: value for name, value in row.items() if "second" not in name} for row in read_history(folder / "history.jsonl")]
+    measured = {"before": before, "figures": figures, "validations": trainer.validations.measured}
+    return outcome(trainer) | {"resumed": outcome(resumed)} | measured
 
 
-def run(rank: int, num_processes: int, own_lm_head: bool) -> dict[str, Any]:
-    model = make_model(own_lm_head)
-    before = copy.deepcopy(model.base.state_dict())
-    if num_processes > 1:
-        shard(model)
-    optimizer = torch.optim.AdamW(model.heads.parameters(), lr=0.01)
-    packed = PackedDataset(rows(), pack_length=PACK_LENGTH, num_heads=NUM_HEADS)
-    plan = WindowPlan(len(packed), ROWS // num_processes, 1, num_processes, rank, 0)
-    losses = []
-    for step in range(NUM_STEPS):
-        batches = [make_batch(collate([packed[row] for row in part]), NUM_HEADS) for part in plan.micro_batches(step)]
-        counts_K = window_counts(batches)
-        if num_processes > 1:
-            dist.all_reduce(counts_K)
-        output = model(**batches[0].tensors, slot_weights=num_processes / counts_K)
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = output.loss.detach() / num_processes
-        if num_processes > 1:
-            dist.all_reduce(loss)
-        losses.append(float(loss))
+def tuned(folder: Path, num_processes: int) -> dict[str, Any]:
+    trainer = medusa2_runs.make_trainer(folder, batch_size=ROWS // num_processes)
+    shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
+    trainer.train()
+    return medusa2_runs.result(trainer) | {"shares": shares}
+
+
+def broken(folder: Path, num_processes: int) -> str:
+    """What is said of a loss that is not a number."""
+    trainer = make_trainer(folder, batch_size=ROWS // num_processes)
+    with torch.no_grad():
+        trainer.headed.base.get_input_embeddings().weight.fill_(float("nan"))  # type: ignore[operator,union-attr]
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+RUNS: dict[str, Callable[[Path, int], Any]] = {
+    "shared": plain,
+    "own": lambda folder, num_processes: plain(folder, num_processes, own_lm_head=True),
+    "validated": validated,
+    "tuned": tuned,
+    "broken": broken,
+}
+
+
+def share(weight: Tensor) -> float:
+    """The part of a weight that this process holds."""
+    return weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in trainer.headed.base.named_parameters()}
     return {
-        "losses": losses,
-        "heads": {name: whole(weight) for name, weight in model.heads.named_parameters()},
-        "base_unchanged": all(torch.equal(whole(weight), before[name]) for name, weight in model.base.named_parameters()),
-        "num_processes": num_processes,
-        "local_share": {n: w.to_local().numel() / w.numel() if isinstance(w, DTensor) else 1.0 for n, w in model.named_parameters()},
+        "losses": trainer.losses,  # type: ignore[attr-defined]
+        "heads": {name: p.detach().clone() for name, p in trainer.heads.named_parameters()},
+        "base_unchanged": all(torch.equal(whole[name], weight) for name, weight in tiny_model("llama").named_parameters()),
+        "num_processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
     }
 
 
-def main(out: str) -> None:
+def main(out: str, folder: str, *options: str) -> int:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, num_processes = dist.get_rank(), dist.get_world_size()
-    torch.save({own: run(rank, num_processes, own) for own in (False, True)}, f"{out}.{rank}")
-    dist.destroy_process_group()
+    accelerator = Accelerator(cpu=True)
+    start_sharding(accelerator)
+    found = {name: run(Path(folder) / name, accelerator.num_processes) for name, run in RUNS.items()}
+    torch.save(found, f"{out}.{accelerator.process_index}")
+    return train(list(options))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    raise SystemExit(main(*sys.argv[1:]))

@@ -19,10 +19,11 @@ from tests.tiny_models import TURN_END, tiny_model, tiny_tokenizer
 from tests.train.live_bytes import LiveBytes
 from train import calibration
 from train.batch import TrainBatch, make_batch
-from train.calibration import Calibration, base_config, empty_base, measure_steps
+from train.calibration import Calibration, base_config, empty_base, measure_steps, without_tokens
 from train.config import parse_config
 from train.cost_model import BaseSize, BatchSize, HeadsSize, activation_bytes, count_base, count_heads, disk_bytes, memory, step_flops
-from train.estimate import Estimate, estimate, exchange_bytes, largest_batch
+from train.cost_rows import MODES, exchange_bytes
+from train.estimate import Estimate, estimate, largest_batch
 from train.headed_model import HeadedModel
 from train.objectives import Objective
 from train.packing import PackedBatch
@@ -80,15 +81,14 @@ def test_a_base_is_counted_without_its_weights(family: str) -> None:
 
 def test_what_sharding_leaves_on_a_rank() -> None:
     _, base, heads = headed()
-    parts: dict[str, Any] = {
-        name: memory(base, heads, activations=7, num_processes=4, strategy=name) for name in ("ddp", "zero2", "fsdp2", "zero3")
-    }
-    assert parts["ddp"].base == parts["zero2"].base == base.bytes and parts["fsdp2"].base == base.bytes // 4
-    assert parts["zero2"].optimizer == parts["fsdp2"].optimizer == 2 * heads.num_weights
-    assert parts["fsdp2"].gathered == base.outside_bytes + 2 * base.layer_bytes + 8 * heads.num_weights
-    assert parts["fsdp2"] == parts["zero3"] and parts["ddp"].activations == 7
+    parts: dict[str, Any] = {name: memory(base, heads, activations=7, num_processes=4, strategy=name) for name in ("ddp", "fsdp2")}
+    assert parts["ddp"].base == base.bytes and parts["fsdp2"].base == base.bytes // 4
+    assert parts["ddp"].optimizer == parts["fsdp2"].optimizer == 8 * heads.num_weights
+    assert parts["fsdp2"].gathered == base.outside_bytes + 2 * base.layer_bytes
+    assert parts["ddp"].activations == 7
     assert exchange_bytes(base, heads, 4, "ddp", 2) == 0.75 * 8 * heads.num_weights
     assert exchange_bytes(base, heads, 4, "fsdp2", 2) == 0.75 * (2 * base.bytes + 8 * heads.num_weights)
+    assert exchange_bytes(base, heads, 4, "fsdp2", 2, runs_base=False) == 0.75 * (2 * base.outside_bytes + 8 * heads.num_weights)
 
 
 @pytest.mark.parametrize(("objective", "own_lm_head"), [("ce", False), ("kl", False), ("ce", True), ("kl", True)])
@@ -96,10 +96,11 @@ def test_operations_are_counted_exactly(objective: str, own_lm_head: bool) -> No
     config = HeadsConfig(num_heads=3, num_layers=2, own_lm_head=own_lm_head)
     model, base, heads = headed(objective=objective, heads=config, attention="eager")
     batch = full_batch(2, 32, 3, 500)
-    with FlopCounterMode(display=False) as counter:
-        output = model(**batch.tensors, slot_weights=torch.ones(3))
-        output.loss.backward()
-    assert sum(step_flops(base, heads, largest_batch([batch]))) == counter.get_total_flops()
+    of_base, of_heads = step_flops(base, heads, largest_batch([batch]))
+    for tensors, expected in ((batch.tensors, of_base + of_heads), (without_tokens(batch, model.base).tensors, of_heads)):
+        with FlopCounterMode(display=False) as counter:
+            model(**tensors, slot_weights=torch.ones(3)).loss.backward()
+        assert expected == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(
@@ -120,13 +121,17 @@ def test_activations_are_within_a_fifth(
     heads_config = HeadsConfig(num_heads=3, num_layers=num_layers, own_lm_head=own_lm_head)
     model, base, heads = headed(vocab_size=vocab_size, heads=heads_config, objective=objective)
     batch = full_batch(num_rows, length, 3, vocab_size)
-    with LiveBytes(*model.parameters(), *model.buffers(), *batch.tensors.values()) as live:
-        output = model(**batch.tensors, slot_weights=torch.ones(3))
-        forward = live.peak
-        output.loss.backward()
-    found = max(forward, live.peak - 4 * heads.num_weights)
-    expected = activation_bytes(base, heads, largest_batch([batch]), device_type="cpu")
-    assert 0.8 < expected / found < 1.2, f"expected {expected}, found {found}"
+    for stored_states in (False, True):
+        tensors = without_tokens(batch, model.base).tensors if stored_states else batch.tensors
+        hidden = [tensors["hidden_MD"]] if stored_states else []
+        model.zero_grad()
+        with LiveBytes(*model.parameters(), *model.buffers(), *tensors.values()) as live:
+            output = model(**tensors, slot_weights=torch.ones(3))
+            forward = live.peak
+            output.loss.backward()
+        found = max(forward, live.peak - 4 * heads.num_weights) + sum(tensor.nbytes for tensor in hidden)
+        expected = activation_bytes(base, heads, largest_batch([batch]), device_type="cpu", stored_states=stored_states)
+        assert 0.8 < expected / found < 1.2, f"expected {expected}, found {found}, stored states: {stored_states}"
 
 
 @pytest.fixture
@@ -157,7 +162,8 @@ def test_the_command_prints_a_table_and_json(workspace: Path, capsys: pytest.Cap
     assert cli.main(arguments(workspace, "--num-processes", "2", "--num-heads", "3", "--hardware", "h100")) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out.splitlines()[-1])
-    assert [line["strategy"] for line in found["online"]] == ["ddp", "zero2", "fsdp2", "zero3"]
+    assert all([line["strategy"] for line in found[mode]] == ["ddp", "fsdp2"] for mode in MODES)
+    assert all(captured.err.count(mode) >= 2 for mode in ("online", "device", "disk"))
     assert found["heads"]["num_heads"] == 3 and found["base"]["dtype"] == "bfloat16" and found["hardware"] == {"gpu": "h100"}
     assert "GB per rank" in captured.err and "fsdp2" in captured.err
     assert not (workspace / "out").exists(), "nothing was started"
@@ -184,6 +190,29 @@ def test_estimated_steps_and_seconds_are_those_of_the_run(workspace: Path) -> No
     assert disk_bytes(heads, keep_checkpoints=2) == pytest.approx(4 * checkpoint + 4 * heads.num_weights, rel=0.2)
 
 
+def test_stored_states_are_counted_exactly(workspace: Path) -> None:
+    """On disk what the run writes there, on the device what it holds; and the base is paid once, not in every step."""
+    from train.__main__ import run
+
+    found = estimate(Estimate(**vars_of(parse_config(arguments(workspace)[1:])), hardware="h100", num_processes=1))
+    online, device, disk = (found[mode][0] for mode in MODES)
+    run(parse_config([*arguments(workspace)[1:], "--hidden-states", "disk", "--hidden-states-dir", str(workspace / "states")]))
+    written = sum(path.stat().st_size for path in (workspace / "states").glob("*.bin")) // 2  # the CPU's float32 for bfloat16
+    assert disk["disk_bytes"] - online["disk_bytes"] == written == device["memory_bytes"]["states"] > 0
+    assert online["memory_bytes"]["states"] == disk["memory_bytes"]["states"] == 0 and online["making_seconds"] == 0
+    flops, speed = found["flops_per_micro_batch"], 0.35 * 989e12
+    assert device["step_seconds"] == pytest.approx(flops["heads"] / speed)
+    assert device["making_seconds"] == pytest.approx(-(-found["data"]["packed_rows"] // 4) * flops["base"] / speed)
+    assert device["hours"] * 3600 == pytest.approx(device["making_seconds"] + found["num_steps"] * device["step_seconds"])
+    assert disk["making_seconds"] >= 2 * written / 1e9 and disk["step_seconds"] >= device["step_seconds"]
+
+
+def test_each_of_several_processes_holds_what_it_reads(workspace: Path) -> None:
+    options = vars_of(parse_config(arguments(workspace)[1:])) | {"hardware": "h100", "batch_size": 1, "epochs": 1.0}
+    one, two = (estimate(Estimate(**options, num_processes=n))["device"][0]["memory_bytes"]["states"] for n in (1, 2))
+    assert one / 2 <= two < 0.8 * one
+
+
 def test_time_is_a_straight_line_in_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model of 12 layers only 2 and 6 are run; the time of one with few layers is measured as it is."""
 
@@ -194,12 +223,14 @@ def test_time_is_a_straight_line_in_the_layers(monkeypatch: pytest.MonkeyPatch) 
         return Calibration(1.0 + 0.25 * depths[-1], 99)
 
     monkeypatch.setattr(calibration, "measure_steps", measured)
+    monkeypatch.setattr(calibration, "measure_forwards", lambda *arguments: measured(*arguments).seconds - 1)
     for num_layers, seconds in ((12, 4.0), (3, 1.75)):
         config = LlamaConfig(num_hidden_layers=num_layers, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=100)
         settings: dict[str, Any] = dict(dtype=torch.float32, device=torch.device("cpu"), objective=Objective(), d_pace=False)
         found = calibration.calibrate(config, HeadsConfig(), [], draft_vocab_size=None, **settings)
-        assert (found.seconds, found.activation_bytes) == (seconds, 99)
-    assert depths == [2, 6, 3]
+        assert (found.online.seconds, found.online.activation_bytes, found.forward_seconds) == (seconds, 99, seconds - 1)
+        assert found.stored.seconds == 1.0 + 0.25 * depths[-1], "not a matter of the layers"
+    assert depths == [2, 2, 6, 6, 6, 3, 3, 3]
 
 
 def vars_of(config: Any) -> dict[str, Any]:

@@ -113,12 +113,12 @@ def test_trains_measures_and_writes_heads_that_decode(
     assert checkpoint.config.num_heads == 2 and set(checkpoint.acceptance) == {1, 2, 4, 8, 16, 32, 64}
     assert checkpoint.draft_vocabulary is not None and len(checkpoint.draft_vocabulary) <= 20
     assert set(tokenizer.encode("the cat sat")[:2]) & set(checkpoint.draft_vocabulary.tolist())
-    assert len(checkpoint.rank_accuracy) == 2 and checkpoint.acceptance[64] >= checkpoint.acceptance[1] >= 1
+    assert len(checkpoint.static_nodes) > 6 and checkpoint.acceptance[64] >= checkpoint.acceptance[1] >= 1
     card = (workspace / "out" / "README.md").read_text()
     assert "5" in card and sum(f"row-{i}" in card for i in range(40)) >= 5, "the card lists the held-out conversations"
     command = (workspace / "out" / "train_command.txt").read_text().splitlines()[0]
     assert command.startswith("python -m train --base") and "--held-out 5" in command
-    generator = Generator(model, HeadsDrafter(model, checkpoint.heads, static_tree(checkpoint.rank_accuracy, 6)), tokenizer=tokenizer)
+    generator = Generator(model, HeadsDrafter(model, checkpoint.heads, static_tree(checkpoint.static_nodes, 6)), tokenizer=tokenizer)
     prompt = tokenizer.encode("the cat sat on")
     assert (
         generator.generate([prompt], max_new_tokens=20)[0].token_ids == Generator(model).generate([prompt], max_new_tokens=20)[0].token_ids
@@ -210,8 +210,8 @@ def test_overwrite_leaves_nothing_of_the_earlier_heads(workspace: Path) -> None:
     run(parse_config(arguments(workspace, "--max-steps", "1", "--overwrite")))
     model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
     now, before = load_heads(workspace / "out", model), load_heads(workspace / "out" / "previous", model)
-    assert now.draft_vocabulary is None and not now.rank_accuracy
-    assert before.draft_vocabulary is not None and before.rank_accuracy
+    assert now.draft_vocabulary is None and not now.static_nodes
+    assert before.draft_vocabulary is not None and before.static_nodes
 
 
 def test_validation_too_short_to_measure_costs_nothing_but_the_figures(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,12 +8,10 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,7 +32,6 @@ from train import trainer as trainer_module
 from train.__main__ import main
 from train.batch import make_batch
 from train.config import TrainConfig
-from train.medusa2 import Medusa2Trainer
 from train.packing import collate
 
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
@@ -222,16 +219,20 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model whose embeddings are tied, its tokenizer and 30 conversations."""
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
-    save_base(tmp_path / "base")
+    make_workspace(tmp_path)
+    return tmp_path
+
+
+def make_workspace(folder: Path) -> None:
+    """A model whose embeddings are tied, its tokenizer and 30 conversations."""
+    save_base(folder / "base")
     chooser = random.Random(0)
-    with (tmp_path / "data.jsonl").open("w") as file:
+    with (folder / "data.jsonl").open("w") as file:
         for index in range(30):
             question, answer = (" ".join(chooser.choices(WORDS, k=12)) for _ in range(2))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"row-{index}", "messages": messages}) + "\n")
-    return tmp_path
 
 
 def save_base(folder: Path, family: str = "gemma2", dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -366,13 +367,6 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     Adapter.attach(base, rank=2).save(tmp_path / "adapter", base_name="x")
     with pytest.raises(ValueError, match=r"adapter \S+ does not fit this base"):
         merged_base(str(tmp_path / "other"), tmp_path / "adapter")
-
-
-def test_sharded_bases_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    sharded: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    with pytest.raises(ValueError, match=r"lora_rank: an adapter trains on one GPU or data parallel, not under FSDP; use configs/acc"):
-        Medusa2Trainer(trainer.config, trainer.headed, trainer.rows, sharded)
 
 
 def test_four_bits_need_their_package_and_an_adapter(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
-"""Sharding strategies: every shipped accelerate file through accelerate's own parser; a sharded base on two CPU processes."""
+"""Sharding strategies: every shipped accelerate file through accelerate's own parser; runs with a sharded base on two CPU processes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +15,23 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 
-from tests.train.sharded_run import run
-from train.__main__ import refuse_sharding
+from medusa_heads.checkpoint import load_heads
+from medusa_heads.merge import merged_base
+from tests.train import test_medusa2
+from tests.train.sharded_run import KILLED_AT, RUNS
+from tests.train.test_main import workspace  # noqa: F401
+from train.__main__ import main
+from train.draft_model import main as train_draft_model
+from train.sharding import check_settings, loading_device, share_out, start_sharding
 
 FOLDER = Path(__file__).parents[2] / "configs" / "accelerate"
 MEANING = {
     "single": (DistributedType.NO, 1, 1),
     "ddp": (DistributedType.MULTI_GPU, 2, 1),
+    "fsdp2": (DistributedType.FSDP, 2, 1),
     "multi_node": (DistributedType.MULTI_GPU, 16, 2),
 }
 
@@ -43,39 +53,149 @@ def test_every_key_is_an_option_of_the_launcher(name: str) -> None:
     values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     options = vars(launch_command_parser().parse_args(["script.py"]))
     elsewhere = {"compute_environment", "distributed_type", "use_cpu"}
-    assert not [key for key in values if key not in options and key not in elsewhere]
+    named = [*values, *values.pop("fsdp_config", {})]
+    assert not [key for key in named if key not in options and key not in elsewhere | {"fsdp_config"}]
 
 
-@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
-def test_sharded_training_is_refused_with_the_way_that_works(kind: DistributedType) -> None:
-    with pytest.raises(ValueError, match=r"(?i)FSDP|DEEPSPEED.*ddp\.yaml"):
-        refuse_sharding(kind)
-    refuse_sharding(DistributedType.MULTI_GPU)
+def test_fsdp2_shards_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file says what the code asks for; every other value of these keys is refused by name."""
+    settings = load_config_from_file(str(FOLDER / "fsdp2.yaml")).fsdp_config
+    assert settings["fsdp_reshard_after_forward"] is True
+    for key, value in settings.items():
+        monkeypatch.setenv(key.upper(), str(value).lower() if isinstance(value, bool) else str(value))
+    check_settings(FullyShardedDataParallelPlugin())
+    wrong = {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
+    for key, value in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(key, value)
+            with pytest.raises(ValueError, match=f"^{key.lower()}: .*set it to"):
+                check_settings(FullyShardedDataParallelPlugin())
+    for key in ("FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD"):
+        monkeypatch.delenv(key)
+    with pytest.raises(ValueError, match="fsdp_version: 1 is not supported; set it to 2"):
+        check_settings(FullyShardedDataParallelPlugin())
+
+
+def test_what_cannot_be_sharded_is_refused_with_the_way_that_works(
+    workspace: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zero: Any = SimpleNamespace(state=SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))
+    with pytest.raises(ValueError, match=r"DeepSpeed is not supported\. .*fsdp2\.yaml.*ddp\.yaml"):
+        start_sharding(zero)
+    fsdp: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    assert loading_device(fsdp, four_bit=False) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"base_4bit: packed weights cannot be sharded; .*ddp\.yaml"):
+        loading_device(fsdp, four_bit=True)
+    quantised: Any = SimpleNamespace(base=SimpleNamespace(config=SimpleNamespace(quantization_config={})))
+    with pytest.raises(ValueError, match=r"base: it is quantised.*ddp\.yaml"):
+        share_out(fsdp, quantised)
+    monkeypatch.setattr("train.sharding.start_sharding", lambda accelerator: None)
+    monkeypatch.setattr("train.sharding.is_sharded", lambda accelerator: True)
+    options = ["--base", str(workspace / "base"), "--data", str(workspace / "data.jsonl"), "--output-dir", str(workspace / "draft")]
+    assert train_draft_model([*options, "--max-length", "64", "--pack-length", "64", "--layers", "1"]) == 2
+    assert "a draft model is trained on one GPU or data parallel" in capsys.readouterr().err
+
+
+def options(workspace: Path, output: Path, num_processes: int) -> list[str]:  # noqa: F811
+    """Of a run of `python -m train` with heads and adapter."""
+    more = ("--max-steps", "3", "--held-out", "5", "--validate-every", "3", "--num-validation-prompts", "3")
+    return test_medusa2.arguments(workspace, *more, "--output-dir", str(output), "--batch-size", str(4 // num_processes))
+
+
+@dataclass(frozen=True, slots=True)
+class TwoProcesses:
+    """found: by process, the results of sharded_run.RUNS. folder: holds what the whole program was given, and `written` by it."""
+
+    found: list[dict[str, Any]]
+    folder: Path
+
+    def of(self, run: str) -> tuple[Any, Any]:
+        first, second = self.found
+        return first[run], second[run]
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[bool, Any]]:
-    out = tmp_path_factory.mktemp("sharded") / "result"
-    rendezvous = ["--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", "tests.train.sharded_run", str(out)]
-    result = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> TwoProcesses:
+    folder = tmp_path_factory.mktemp("two")
+    test_medusa2.make_workspace(folder)
+    program = ["tests.train.sharded_run", str(folder / "result"), str(folder), *options(folder, folder / "written", 2)]
+    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    settings = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "MEDUSA_HEADS_CACHE": str(folder / "cache")}
+    fsdp = {"FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings | fsdp
+    result = subprocess.run([sys.executable, "-m", *launcher, "-m", *program], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    return [torch.load(f"{out}.{rank}") for rank in (0, 1)]
+    return TwoProcesses([torch.load(f"{folder / 'result'}.{rank}") for rank in (0, 1)], folder)
+
+
+def assert_same_run(first: dict[str, Any], second: dict[str, Any], alone: dict[str, Any], weights: str) -> None:
+    """Two sharded processes came to the same weights, and to those of one whole process."""
+    assert first["num_processes"] == 2 and "FSDP" in first["distributed_type"] and alone["num_processes"] == 1
+    torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=1e-5)
+    for name, weight in alone[weights].items():
+        assert torch.equal(first[weights][name], second[weights][name]) and first[weights][name].shape == weight.shape
+        torch.testing.assert_close(first[weights][name], weight, atol=1e-5, rtol=1e-5)
+
+
+def assert_the_base_is_sharded(first: dict[str, float], second: dict[str, float]) -> None:
+    """shares: of every weight, by process. Halves of the base's own; heads and adapter whole."""
+    for name in first:
+        trains = name.startswith("heads.") or ".lora_" in name
+        assert (first[name], second[name]) == ((1.0, 1.0) if trains else (0.5, 0.5)), name
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("own_lm_head", [False, True])
-def test_a_sharded_base_trains_the_same_heads(two_processes: list[dict[bool, Any]], own_lm_head: bool) -> None:
-    """Two processes with half of every weight and half of the rows each equal one with all of both."""
-    alone = run(0, 1, own_lm_head)
-    first, second = (found[own_lm_head] for found in two_processes)
-    assert first["num_processes"] == 2 and alone["num_processes"] == 1
-    shares = [(first["local_share"][name], second["local_share"][name]) for name in alone["local_share"]]
-    assert all(a + b == 1 for a, b in shares) and shares.count((0.5, 0.5)) > len(shares) - 2  # really sharded; K = 3 is uneven
-    assert set(alone["local_share"].values()) == {1.0}
-    torch.testing.assert_close(torch.tensor(first["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=1e-5)
-    assert first["losses"][-1] < first["losses"][0]
-    for name, weight in alone["heads"].items():
-        assert torch.equal(first["heads"][name], second["heads"][name])  # whole on both
-        torch.testing.assert_close(first["heads"][name], weight, atol=1e-5, rtol=1e-5)
-    assert alone["base_unchanged"] and first["base_unchanged"]
+@pytest.mark.parametrize("kind", ["shared", "own"])
+def test_a_sharded_base_trains_the_same_heads(two_processes: TwoProcesses, tmp_path: Path, kind: str) -> None:
+    """Half of every weight of the base and half of the rows each equal all of both; the base stays what it was, bit by bit."""
+    first, second = two_processes.of(kind)
+    alone = RUNS[kind](tmp_path, 1)
+    assert_the_base_is_sharded(first["shares"], second["shares"])
+    assert_same_run(first, second, alone, "heads")
+    assert first["losses"][-1] < first["losses"][0] and first["base_unchanged"] and second["base_unchanged"]
+
+
+@pytest.mark.distributed
+def test_a_sharded_run_decodes_and_resumes(two_processes: TwoProcesses, tmp_path: Path) -> None:
+    """What validation measures is what one process measures, prompts shared unevenly; a resumed run is the whole one bit for bit."""
+    first, second = two_processes.of("validated")
+    alone = RUNS["validated"](tmp_path, 1)
+    assert_same_run(first, second, alone, "heads")
+    assert first["before"] == alone["before"] != {} == second["before"]
+    assert first["validations"] == second["validations"] == alone["validations"] and first["validations"][-1][1] > 1
+    assert len(first["figures"]) == len(alone["figures"]) == 6
+    for figures, expected in zip(first["figures"], alone["figures"], strict=True):
+        assert figures == pytest.approx(expected, abs=1e-4)
+    resumed = first["resumed"]
+    assert resumed["losses"] == first["losses"][KILLED_AT:] and resumed["base_unchanged"]
+    assert all(torch.equal(weight, first["heads"][name]) for name, weight in resumed["heads"].items())
+
+
+@pytest.mark.distributed
+def test_a_sharded_base_trains_the_same_adapter(two_processes: TwoProcesses, tmp_path: Path) -> None:
+    first, second = two_processes.of("tuned")
+    assert_the_base_is_sharded(first["shares"], second["shares"])
+    assert_same_run(first, second, RUNS["tuned"](tmp_path, 1), "weights")
+
+
+@pytest.mark.distributed
+def test_a_broken_loss_names_its_conversations_without_waiting_for_others(two_processes: TwoProcesses) -> None:
+    said = two_processes.of("broken")
+    assert all("not finite at step 1, in a row of conversations 'conversation-" in text for text in said) and said[0] != said[1]
+
+
+@pytest.mark.distributed
+def test_heads_and_adapter_are_written_whole(two_processes: TwoProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m train`: the files of two sharded processes are those of one."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(two_processes.folder / "cache"))
+    assert main(options(two_processes.folder, tmp_path, 1)) == 0
+    written = two_processes.folder / "written"
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        torch.testing.assert_close(load_file(written / file), load_file(tmp_path / file), atol=1e-5, rtol=1e-5)
+    two, one = (
+        load_heads(folder, merged_base(str(two_processes.folder / "base"), folder / "adapter")[0]) for folder in (written, tmp_path)
+    )
+    assert two.acceptance == pytest.approx(one.acceptance, abs=1e-3) and two.acceptance[64] > 1
+    assert replace(two.config, base_fingerprint="") == replace(one.config, base_fingerprint="")  # it knows the adapter's last bits

@@ -22,8 +22,8 @@ from infer.bench.drafter_rows import heads_row_names
 from infer.bench.figures import Findings, document_rows, fastest_base
 from infer.bench.measure import make_batches, make_rows, measure, warm_up
 from infer.bench.rows import Batch, BatchAnswer, Decoding, GeneratorRow, cut_answer
-from infer.bench.table import remarks
-from infer.drafters import Drafter
+from infer.bench.table import remarks, row_label
+from infer.drafters import Drafter, step_times
 from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.engine.packed_linear import packed_copy
@@ -31,6 +31,7 @@ from infer.generate import Generator
 from infer.prompts import Prompt
 from infer.tree import chain
 from infer.tree_spec import BeamTree
+from infer.tune import auto_tree
 from medusa_heads.checkpoint import save_heads
 from medusa_heads.cli import main
 from tests.random_heads import random_heads
@@ -228,7 +229,7 @@ def test_row_without_a_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert row["drafter"] == "base_compiled" and row["error"] == "no C++ compiler was found" and row["tokens_per_second"] is None
     assert set(row) >= ROW_KEYS
     assert fastest_base(written) in ("base", "transformers_generate")
-    document = {"rows": written, "fastest_base": "base", "settings": {"trees": {}, "decoding": "greedy"}}
+    document = {"rows": written, "fastest_base": "base", "settings": {"step_seconds": {}, "decoding": "greedy"}}
     assert "base_compiled did not run and does not count as a base: no C++ compiler was found" in remarks(document)
 
 
@@ -257,6 +258,7 @@ def test_document(files: dict[str, str], uncompiled: None, tmp_path: Path, capsy
         "heads",
         "heads:second",
     ]
+    assert document["settings"]["step_seconds"] == {}  # nothing adapts
     for row in document["rows"]:
         assert set(row) >= ROW_KEYS
         assert row["identical_outputs"] == 1.0 and row["first_difference_margin"] is None and row["peak_memory_bytes"] is None
@@ -335,6 +337,40 @@ def test_quality_of_known_answers(
     assert "3 of 3" in out and "1 of 3" in out and "by category" in out
 
 
+@pytest.mark.parametrize("options", [[], ["--temperature", "0.7", "--top-p", "0.95"]], ids=["greedy", "sampled"])
+def test_every_drafter_adapts_and_is_judged_on_ragged_batches(
+    options: list[str], files: dict[str, str], uncompiled: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five prompts, three at once: accepted, rejected, latency and quality of every row, and where its time goes."""
+    for module in (auto_tree, step_times):
+        monkeypatch.setattr(module, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(auto_tree, "SIZES", (0, 1, 4))
+    texts = ["22 rolls.", "It costs $1,250.", "def double_all(n): return [2 * x for x in n]", "Paris", "It is wet."]
+    monkeypatch.setattr(bench, "decoded", lambda tokenizer, answers: {row: [*texts[: len(row) % 4], *[""] * 5][:5] for row in answers})
+    shown = files | {"prompts.jsonl": str(Path(__file__).with_name("quality_prompts.jsonl"))}
+    drafters = ["heads", "draft_model", "prompt_lookup", "suffix", "early_exit"]
+    extra = ["--heads", files["first"], "--draft-model", files["base"], "--drafters", ",".join(drafters), "--tree", "auto"]
+    assert run(shown, *extra, "--batch-size", "3", "--quality", "--profile", *options) == 0
+    out = capsys.readouterr().out
+    document = json.loads(out.rstrip("\n").split("\n")[-1])
+    rows = {row["drafter"]: row for row in document["rows"]}
+    lossy = ["typical:heads"] if options else []
+    assert list(rows) == ["base", "base_compiled", "transformers_generate", *drafters, *lossy]
+    seconds = document["settings"]["step_seconds"]
+    assert set(seconds) == {*drafters, *lossy} and all(set(by_rows) == {"1", "3"} for by_rows in seconds.values())
+    drawn = {"transformers_generate", "draft_model", *lossy} if options else set()  # these draw other tokens under the same seed
+    table = out[out.index("quality (") :]
+    for name, row in rows.items():
+        assert row["identical_outputs"] == (None if name in drawn else 1.0), name
+        assert row["quality"] == {"kind": "final_number+tests", "num": 3, "num_right": len(name) % 4, "accuracy": len(name) % 4 / 3}
+        assert row["lossless"] is (name not in lossy) and (row["profile"] is not None) == (name not in list(rows)[1:3])
+        assert row["num_accepted_tokens"] + row["num_rejected_tokens"] == row["num_drafted_tokens"] and row["num_prompts"] == 5
+        cells = next(line for line in table.splitlines() if line.startswith(f"│ {row_label(row)} ")).strip("│").split("│")
+        numbers = [str(row["num_accepted_tokens"]), str(row["num_rejected_tokens"]), f"{1000 * row['time_per_token_s']:.1f} ms"]
+        assert [cell.strip() for cell in cells[1:4]] == numbers and cells[6].strip() == f"{len(name) % 4} of 3"
+    assert out.count("typical:heads is lossy") == len(lossy) and "ms per step" in out
+
+
 def test_auto_tree_and_its_curve_are_recorded(files: dict[str, str], uncompiled: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(files, "--heads", files["first"], "--tree", "auto", "--drafters", "heads", "--limit", "1", "--dtype", "bfloat16") == 0
     document = json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
@@ -378,6 +414,7 @@ def test_broken_drafter_is_seen(
         (["--max-new-tokens", "500"], "pass the context of 512 tokens"),
         (["--heads", "/nowhere"], "--heads /nowhere: no such folder"),
         (["--drafters", "heads,draft_model"], "--drafters draft_model needs --draft-model"),
+        (["--heads", "a", "b", "--drafters", "suffix"], "--heads a b draft nothing here: add heads to --drafters"),
         (["--draft-model", "/nowhere"], "--draft-model /nowhere drafts nothing here: add draft_model to --drafters"),
         (["--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
         (["--top-p", "0.5"], "--top-p 0.5 has no effect at --temperature 0"),
@@ -397,6 +434,23 @@ def test_bad_input_is_one_line(files: dict[str, str], capsys: pytest.CaptureFixt
 def test_outputs_are_checked_before_the_model_is_loaded(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(files | {"base": "/nowhere"}, "--json", "/proc/no/out.json") == 2
     assert "--json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--drafters", "heads"], "the `heads` drafter chooses its own here: with heads give --tree chain"),
+        (["--tree", "chain"], "the `prompt_lookup` drafter chooses its own here"),
+        (["--tree", "chain", "--drafters", "heads,suffix"], "the `suffix` drafter chooses its own here"),
+    ],
+)
+def test_a_verifier_that_a_drafter_cannot_serve_is_told_before_anything_is_loaded(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    shown = ["--temperature", "1", "--verifier", "block", *options]
+    assert main(["bench", "--base", "/nowhere", "--heads", files["first"], "--prompts", files["prompts.jsonl"], *shown]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "out of --drafters" in error and error.count("\n") == 1
 
 
 def test_heads_rows_are_named_by_folder() -> None:

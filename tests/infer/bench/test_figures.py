@@ -142,7 +142,7 @@ def test_losing_to_the_base_is_said() -> None:
     rows = rows_of(
         {"base": [answer(11, 1.0)] * 3, "heads": [answer(11, 0.5), answer(11, 1.25), answer(11, 0.5)], "slow": [answer(11, 2.0)] * 3}
     )
-    lines = remarks({"rows": list(rows.values()), "fastest_base": "base", "settings": {"trees": {}, "decoding": "greedy"}})
+    lines = remarks({"rows": list(rows.values()), "fastest_base": "base", "settings": {"step_seconds": {}, "decoding": "greedy"}})
     assert lines == [
         "slower than the base in some categories: heads in y (0.80 times)",
         "slower than the base: slow has 0.50 times the tokens/s of base",
@@ -179,8 +179,8 @@ def test_profile_by_hand() -> None:
     assert profile_figures(StageTimer(torch.device("cpu")), 0.0, num_prompts=1)["ms_per_step"] is None
 
 
-def test_heads_that_drafted_nothing_are_named() -> None:
+def test_rows_that_adapted_to_nothing_are_named() -> None:
     rows = rows_of({"base": [answer(11, 1.0)] * 3, "heads": [answer(11, 0.9)] * 3, "heads:b": [answer(11, 0.9, accepted=[1])] * 3})
-    settings = {"trees": {"heads": {}, "heads:b": {}}, "decoding": "greedy"}
+    settings = {"step_seconds": {"heads": {}, "heads:b": {}}, "decoding": "greedy"}
     lines = remarks({"rows": list(rows.values()), "fastest_base": "base", "settings": settings})
-    assert lines == ["heads: --tree auto found no tree that beats plain decoding here, so nothing was drafted"]
+    assert lines == ["heads drafted nothing: with --tree auto nothing that it could draft here beats plain decoding"]

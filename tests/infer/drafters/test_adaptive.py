@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,8 @@ from torch import Tensor
 from infer.candidates import Candidates, chain_candidates
 from infer.drafters import Drafter
 from infer.drafters.adaptive import FIRST_PAUSE, LONGEST_PAUSE, TRIAL, AdaptiveDrafter
+from infer.drafters.draft_model import DraftModelDrafter
+from infer.drafters.early_exit import EarlyExitDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.drafters.suffix import SuffixDrafter
@@ -38,6 +38,9 @@ class Chain(Drafter):
     def max_nodes(self) -> int:
         return self.size
 
+    def resize(self, num_nodes: int) -> None:
+        self.size = num_nodes
+
     def start(self, prompts: list[list[int]]) -> None:
         self.room = self.size
 
@@ -50,8 +53,7 @@ class Chain(Drafter):
 
 
 def adaptive(seconds: dict[int, dict[int, float]] | None = None) -> AdaptiveDrafter:
-    chain = Chain()
-    return AdaptiveDrafter(chain, lambda n: setattr(chain, "size", n), lengths=LENGTHS, seconds=seconds or {1: SECONDS})
+    return AdaptiveDrafter(Chain(), lengths=LENGTHS, seconds=seconds or {1: SECONDS})
 
 
 def steps(drafter: AdaptiveDrafter, count: int, accepted: float, rows: int = 1) -> list[int]:
@@ -117,7 +119,7 @@ class Nothing(Chain):
 
 
 def test_proposing_nothing_is_no_evidence() -> None:
-    drafter = AdaptiveDrafter(Nothing(), lambda n: None, lengths=LENGTHS, seconds={1: SECONDS})
+    drafter = AdaptiveDrafter(Nothing(), lengths=LENGTHS, seconds={1: SECONDS})
     steps(drafter, 100, accepted=0.0)
     assert drafter.accepted == drafter.expected and not drafter.pause
 
@@ -153,7 +155,7 @@ def test_the_text_is_the_base_models_and_runs_reproduce(right: float, rows: int)
     runs = []
     for _ in range(2):
         inner = ScriptedDrafter([t + a for t, a in zip(texts, answers, strict=True)], depth=8, width=1, right=right)
-        drafter = AdaptiveDrafter(inner, partial(setattr, inner, "depth"), lengths=LENGTHS, seconds={1: SECONDS})
+        drafter = AdaptiveDrafter(inner, lengths=LENGTHS, seconds={1: SECONDS})
         found = Generator(MODEL, drafter).generate(texts, max_new_tokens=60, eos_ids=())
         assert [g.token_ids for g in found] == answers
         runs.append([g.runs for g in found])
@@ -167,19 +169,15 @@ def test_every_drafter_can_be_wrapped() -> None:
     texts = prompts((30, 12))
     answers = answers_of(MODEL, texts, 40)
     heads = HeadsDrafter(MODEL, random_heads(MODEL), BeamTree(8))
-    lookup, suffix = PromptLookupDrafter(max_ngram=1), SuffixDrafter(min_match=1)
-    resizes = (
-        (heads, lambda n: setattr(heads, "tree", BeamTree(n))),
-        (lookup, lambda n: setattr(lookup, "num_draft_tokens", n)),
-        (suffix, lambda n: setattr(suffix, "num_nodes", n)),
-    )
-    for inner, resize in resizes:
-        drafter = AdaptiveDrafter(inner, resize, lengths=LENGTHS, seconds={1: SECONDS})
+    lookups = PromptLookupDrafter(max_ngram=1), SuffixDrafter(min_match=1)
+    drafts = EarlyExitDrafter(MODEL, 1, 8), DraftModelDrafter(MODEL, tiny_model("llama", seed=1), 8)
+    for inner in (heads, *lookups, *drafts):
+        drafter = AdaptiveDrafter(inner, lengths=LENGTHS, seconds={1: SECONDS})
         for pause in (0, 5):
             drafter.pause, drafter.accepted, drafter.expected = pause, 4.0, 4.0
             found = Generator(MODEL, drafter).generate(texts, max_new_tokens=40, eos_ids=())
             assert [g.token_ids for g in found] == answers, inner.name
-            assert found[0].stats.num_drafted_tokens or inner is not heads
+            assert found[0].stats.num_drafted_tokens or inner in lookups
 
 
 @pytest.mark.parametrize(("seconds", "tried"), [({0: 1.0, 1: 2.1, 4: 4.0}, False), ({0: 1.0, 1: 1.9, 4: 4.0}, True), ({0: 1.0}, False)])

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from infer.candidates import Candidates
 from infer.drafters import DraftSampling, draft_model
+from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.draft_model import DraftModelDrafter, draw, load_draft_model
 from infer.generate import Generation, Generator
 from infer.kv_cache import KVCache
@@ -181,11 +182,14 @@ def test_nothing_is_drafted_beyond_the_draft_models_context() -> None:
         assert (found[0].stats.num_drafted_tokens > 0) == (len(rows) == 2)
 
 
-@pytest.mark.parametrize("verifier", ["auto", "token-rejection"])
-def test_drawn_drafts_leave_the_law_of_the_text_alone(verifier: VerifierChoice) -> None:
-    """Chi-square over the first three tokens of 1,000 answers, two possible at each place, against exact probabilities."""
+@pytest.mark.parametrize(("verifier", "pause"), [("auto", 0), ("token-rejection", 0), ("auto", 1)])
+def test_drawn_drafts_leave_the_law_of_the_text_alone(verifier: VerifierChoice, pause: int) -> None:
+    """Chi-square over the first three tokens of 1,000 answers, two possible at each place, against exact probabilities.
+    After a pause the adaptive drafter goes on to draw."""
     model, num_rows = tiny_model("llama"), 1000
-    drafter = DraftModelDrafter(model, near_copy(tiny_model("llama"), 0.02), length=3)
+    chain = DraftModelDrafter(model, near_copy(tiny_model("llama"), 0.02), length=3)
+    drafter = AdaptiveDrafter(chain, lengths={1: 1.5, 3: 2.0}, seconds={1: {0: 1.0, 1: 1.01, 3: 1.02}})
+    drafter.pause = pause
     law = text_law(model, PROMPTS[1], 3, temperature=0.3, top_k=2)
     answers = Generator(model, drafter).generate(
         [PROMPTS[1]] * num_rows,

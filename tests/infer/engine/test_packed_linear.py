@@ -24,6 +24,10 @@ from tests.tiny_models import tiny_model
 pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM")
 
 
+def curve_row(num_nodes: int, speed: float, length: float) -> dict[str, Any]:
+    return {"batch_size": 1, "num_nodes": num_nodes, "expected_tokens_per_second": speed, "expected_acceptance_length": length}
+
+
 def half(family: str) -> Any:
     return tiny_model(family).to(torch.bfloat16)  # type: ignore[arg-type]
 
@@ -89,7 +93,7 @@ def test_heads_run_on_the_copy_with_the_most_tokens_per_second(monkeypatch: pyte
 
         def choose(engine: Any, checkpoint: Any, batch_size: int, gain: float = packed_gain) -> TreeChoice:
             speeds = {0: 0.5, 3: gain if is_packed(engine) else 1.0}
-            return TreeChoice(BeamTree(3), [{"batch_size": 1, "num_nodes": n, "expected_tokens_per_second": v} for n, v in speeds.items()])
+            return TreeChoice(BeamTree(3), [curve_row(n, v, 2.0 if n else 1.0) for n, v in speeds.items()])
 
         monkeypatch.setattr(loading, "choose_tree", choose)
         loaded = loading.load_with_tree(str(tmp_path / "heads"), copies, "auto")
@@ -100,6 +104,20 @@ def test_heads_run_on_the_copy_with_the_most_tokens_per_second(monkeypatch: pyte
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("tree_speed", "length", "expected"),
+    [
+        (60.0, 2.5, 1),  # 33 tokens/s where a quarter of the gain comes true: more than 20
+        (60.0, 6.0, 1),  # 22.5
+        (50.0, 6.0, 0),  # 18.75: text that the drafts hardly fit would become slower
+        (39.0, 2.0, 0),
+    ],
+)
+def test_a_copy_with_slow_plain_steps_must_pay_on_unfit_text(tree_speed: float, length: float, expected: int) -> None:
+    curves = [[curve_row(0, 20.0, 1.0), curve_row(8, 40.0, 2.0)], [curve_row(0, 15.0, 1.0), curve_row(16, tree_speed, length)]]
+    assert loading.best_copy(curves, 1) == expected
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,12 @@ from infer import output_file
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.prompts import encode_chat
-from infer.tree import Tree, build_tree
-from infer.tree_builders import expected_length as independent_length
-from infer.tree_builders import static_tree
+from infer.tree import Tree
+from infer.tree_builders import accepted_lengths, best_nodes, static_length, static_tree, step_starts
 from infer.tree_spec import BeamTree, parse_tree
-from infer.tune import answer_acceptance, auto_tree, tune_tree
+from infer.tune import answer_acceptance, auto_tree, expected_acceptance, tune_tree
 from infer.tune.answer_acceptance import measure_acceptance, text_hidden_states
-from infer.tune.expected_acceptance import held_out_static_length, rank_accuracy, static_length
+from infer.tune.expected_acceptance import Measured, held_out_static_lengths, measure_runs, split_runs, true_ranks
 from infer.tune.tune_report import draw_acceptance, draw_curves
 from infer.tune.tune_tree import best_row, summarize
 from medusa_heads import base_model
@@ -79,49 +79,89 @@ def test_text_is_read_as_one_forward_reads_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.compat
-def test_acceptance_is_what_drafting_at_every_position_gives(workspace: Path) -> None:
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 300, 2)])
+def test_acceptance_is_what_drafting_at_every_step_gives(workspace: Path, vocabulary: torch.Tensor | None) -> None:
     """By hand: prefix by prefix, draft, and compare with what the base went on to say."""
-    checkpoint = load_heads(workspace / "heads", MODEL)
+    checkpoint = replace(load_heads(workspace / "heads", MODEL), draft_vocabulary=vocabulary)
     prompts = [encode_chat(TOKENIZER, [{"role": "user", "content": text}]) for text in QUESTIONS]
     answers = [generation.token_ids for generation in Generator(MODEL).generate(prompts, max_new_tokens=NEW_TOKENS)]
     measured = measure_acceptance(MODEL, checkpoint, prompts, answers)
-    drafter = HeadsDrafter(MODEL, checkpoint.heads, BeamTree(8))
-    ranks, accepted = [], []
+    proposed = list(range(300)) if vocabulary is None else vocabulary.tolist()
+    drafter = HeadsDrafter(MODEL, checkpoint.heads, BeamTree(8), draft_vocabulary=vocabulary)
+    runs: list[list[list[int]]] = []
+    emitted: list[int] = []
     for prompt, answer in zip(prompts, answers, strict=True):
         text = prompt + answer
+        runs.append([])
+        next_step = len(prompt)
         for root in range(len(prompt), len(text) - NUM_HEADS):
             with torch.inference_mode():
                 hidden_1D = base_model.forward_hidden(MODEL, torch.tensor([text[:root]]))[:, -1]
                 logits_KV = drafter.draft_logits(hidden_1D)[0]
                 candidates = drafter.propose(torch.tensor([text[root]]), hidden_1D, [])
-            ranks.append([int((logits_KV[k] > logits_KV[k, text[root + 1 + k]]).sum()) for k in range(NUM_HEADS)])
+            ranks = []
+            for logits_V, token in zip(logits_KV, text[root + 1 :], strict=False):
+                ranks.append(int((logits_V > logits_V[proposed.index(token)]).sum()) if token in proposed else len(proposed))
+            runs[-1].append(ranks)
             parents, tokens = candidates.parents_BN[0].tolist(), candidates.tokens_BN[0].tolist()
             depths, right = candidates.depths_BN[0].tolist(), [True]
             for node in range(1, len(tokens)):
                 right.append(right[parents[node]] and tokens[node] == text[root + depths[node]])
-            accepted.append(max(depth for depth, ok in zip(depths, right, strict=True) if ok))
-    assert measured.num_positions == len(ranks) >= 100
-    assert measured.ranks_RK.tolist() == ranks
-    assert measured.acceptance_length[8] == pytest.approx(1 + sum(accepted) / len(accepted))
+            if root == next_step:
+                emitted.append(1 + max(depth for depth, ok in zip(depths, right, strict=True) if ok))
+                next_step += emitted[-1]
+    assert measured.num_positions == sum(map(len, runs)) >= 100
+    assert [run.tolist() for run in measured.runs_RK] == [run for run in runs if run]
+    assert measured.acceptance_length[8] == pytest.approx(sum(emitted) / len(emitted))
+    assert measured.static_nodes == best_nodes(measured.runs_RK)
 
 
-def test_rank_accuracy_counts_positions_whose_path_lies_within_the_ranks() -> None:
-    accuracy = rank_accuracy(torch.tensor([[0, 1], [0, 0], [2, 1], [32, 0]]))
-    assert accuracy[0][:3] == [0.5, 0.0, 0.25]
-    assert accuracy[1][:2] == pytest.approx([1 / 3, 2 / 3])  # the last position is not reached
+def test_stepping_through_the_runs_is_decoding(workspace: Path) -> None:
+    """Every forward of the real decoder over a static tree emits what the measured ranks say, up to the answer's last tokens."""
+    checkpoint = load_heads(workspace / "heads", MODEL)
+    prompts = [encode_chat(TOKENIZER, [{"role": "user", "content": text}]) for text in QUESTIONS]
+    answers = [generation.token_ids for generation in Generator(MODEL).generate(prompts, max_new_tokens=NEW_TOKENS)]
+    # Drafts that are often right: heads that never are would step one by one.
+    runs_RK = measure_acceptance(MODEL, checkpoint, prompts, answers).runs_RK
+    tree = static_tree(best_nodes(runs_RK), 12)
+    decoded = Generator(MODEL, HeadsDrafter(MODEL, checkpoint.heads, tree)).generate(prompts, max_new_tokens=NEW_TOKENS)
+    simulated = []
+    for run_RK in runs_RK:
+        accepted = accepted_lengths(run_RK, tree)
+        simulated.append([1 + int(accepted[start]) for start in step_starts(accepted)])
+    assert [generation.token_ids for generation in decoded] == answers
+    real = [generation.runs[1 : 1 + len(steps)] for generation, steps in zip(decoded, simulated, strict=True)]
+    assert real == simulated and max(map(max, real)) > 1
 
 
-def test_static_length_counts_paths_as_they_occur_together() -> None:
-    ranks_RK = torch.tensor([[0, 1], [0, 1], [1, 0], [1, 0]])
-    tree = build_tree([[0], [0, 0], [1]])
-    assert static_length(ranks_RK, tree) == 2.0  # one token everywhere, never two
-    assert independent_length(rank_accuracy(ranks_RK), tree) == 2.25  # the product would promise more
+def test_a_token_that_is_not_proposed_has_no_rank() -> None:
+    logits = torch.tensor([[[0.1, 0.9, 0.5]], [[0.1, 0.9, 0.5]], [[0.1, 0.9, 0.5]]])
+    assert true_ranks(logits, torch.tensor([[9], [4], [40]]), torch.tensor([2, 4, 9])).tolist() == [[1], [0], [32]]
 
 
-def test_a_static_tree_is_judged_on_positions_it_was_not_built_from() -> None:
-    ranks_RK = torch.tensor([[0]] * 10 + [[5]] * 10)  # each half's tree misses in the other
-    assert held_out_static_length(ranks_RK, 1) == 1.0
-    assert static_length(ranks_RK, static_tree(rank_accuracy(ranks_RK), 1)) == 1.5
+def test_runs_are_of_consecutive_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_acceptance, "RUN", 4)
+    positions = torch.tensor([3, 4, 5, 6, 7, 8, 11, 12, 20])
+    runs = [run.tolist() for run in split_runs(positions, keep=1.0, generator=torch.Generator())]
+    assert runs == [[3, 4, 5, 6], [7, 8], [11, 12], [20]]
+    assert list(split_runs(positions[:0], keep=1.0, generator=torch.Generator())) == []
+    many = sum(1 for _ in split_runs(torch.arange(4000), keep=0.3, generator=torch.Generator().manual_seed(0)))
+    assert 240 < many < 360
+    assert measure_runs([]) is None
+
+
+def test_a_static_tree_is_judged_on_runs_it_was_not_built_from() -> None:
+    runs_RK = [torch.tensor([[0]] * 10), torch.tensor([[5]] * 10)]  # each half's tree misses in the other
+    assert held_out_static_lengths(runs_RK, [1, 2]) == {1: 1.0}  # neither half has two nodes
+    assert static_length(runs_RK, static_tree(best_nodes(runs_RK), 1)) > 1.3
+    assert held_out_static_lengths(runs_RK[:1], [1]) == {}
+
+
+def test_what_was_measured_survives_json() -> None:
+    runs_RK = [torch.tensor([[0, 0], [1, 0]]), torch.tensor([[0, 3]])]
+    measured = Measured(best_nodes(runs_RK), {1: 1.5}, [0.6, 0.6], 3, runs_RK)
+    again = Measured.from_exact_dict(json.loads(json.dumps(measured.as_exact_dict())))
+    assert again == measured and [run.tolist() for run in again.runs_RK] == [run.tolist() for run in runs_RK]
 
 
 def curve_row(kind: str, num_nodes: int, context: int, speed: float) -> dict[str, Any]:
@@ -146,15 +186,15 @@ def test_contexts_count_by_time_and_all_must_have_been_measured() -> None:
 
 
 def test_the_fastest_tree_is_stored_and_used(workspace: Path, fixed_times: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    fixed_times(lambda tree, context: 1.0 if isinstance(tree, Tree) and tree.num_nodes == 16 else 1000.0)
+    fixed_times(lambda tree, context: 1.0 if isinstance(tree, Tree) and tree.num_nodes == 3 else 1000.0)
     assert tune(workspace, "--plot", str(workspace / "tree.png")) == 0
-    assert "chosen: static:16" in capsys.readouterr().out
+    assert "chosen: static:3" in capsys.readouterr().out
     assert (workspace / "tree.png").read_bytes().startswith(b"\x89PNG")
     measured, tuned = stored(workspace / "heads")
     checkpoint = load_heads(workspace / "heads", MODEL)
-    assert checkpoint.rank_accuracy == measured["rank_accuracy"] and len(measured["rank_accuracy"][0]) == 32
+    assert {",".join(map(str, path)): share for path, share in checkpoint.static_nodes.items()} == measured["static_nodes"]
     tree = parse_tree("tuned", checkpoint)
-    assert isinstance(tree, Tree) and tree.paths == static_tree(checkpoint.rank_accuracy, 16).paths
+    assert isinstance(tree, Tree) and tree.paths == static_tree(checkpoint.static_nodes, 3).paths
     assert [list(path) for path in tree.paths] == tuned["choice"]["paths"]
     assert {row["context"] for row in tuned["curve"]} == {128, 447}  # 512 - 64 nodes - the root
     assert tuned["prompts"]["num"] == len(QUESTIONS) and len(tuned["prompts"]["sha256"]) == 64

@@ -1,0 +1,83 @@
+"""The comparison of strategies: its runs in this process, its figures by hand, and what its CPU processes are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from safetensors.torch import save_file
+
+from scripts import compare_sharding
+from scripts.compare_sharding import WORKER, CompareSharding, launch_on_cpus, report, speed
+from tests.train.test_main import workspace  # noqa: F401
+from train.sharding import check_settings
+
+
+def test_runs_are_compared(
+    workspace: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each strategy alone in this process: the same run twice agrees; one whose learning rate differs does not, and fails the script."""
+    more: list[str] = []
+
+    real = subprocess.run
+
+    def start(command: list[str], **options: Any) -> Any:
+        if WORKER not in command:  # git, for the commit
+            return real(command, **options)
+        compare_sharding.work(*command[command.index(WORKER) + 1 :], *more)
+        more.extend(further)
+        return None
+
+    monkeypatch.setattr(subprocess, "run", start)
+    sizes: dict[str, Any] = {"num_heads": 2, "pack_length": 64, "batch_size": 2, "steps": 15, "num_gpus": 1}
+    comparison = CompareSharding(base=str(workspace / "base"), strategies=["single", "ddp"], options="--num-workers 0", **sizes)
+    further: list[str] = []
+    comparison.run()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["agree"] and [row["strategy"] for row in found["runs"]] == ["single", "ddp"]
+    assert [row["largest_loss_difference"] for row in found["runs"]] == [0, 0] and found["runs"][0]["speed_up"] == 1
+    assert all(row["response_tokens_per_second"] > 0 and row["peak_bytes"] > 1e6 for row in found["runs"])
+    further = ["--learning-rate", "0.1"]
+    with pytest.raises(SystemExit):
+        comparison.run()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not found["agree"] and found["runs"][1]["largest_weight_difference"] > 0.01
+
+
+def test_speed_leaves_the_first_third_out() -> None:
+    """Two steps of 100 tokens in 10 s, then four in 8 s."""
+    rows = [
+        {"step": step, "response_tokens_per_second": tokens / seconds}
+        for step, tokens, seconds in ((1, 100, 9), (2, 200, 10), (6, 600, 18))
+    ]
+    assert speed(rows) == pytest.approx(400 / 8)
+
+
+def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
+    for name, kind in (("single", "NO"), ("fsdp2", "MULTI_CPU")):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
+        rows = [{"step": step, "loss": 1.0, "response_tokens_per_second": 1.0 + step} for step in (5, 10, 15)]
+        (tmp_path / name / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        save_file({"weight": torch.ones(2)}, tmp_path / name / "model.safetensors")
+    assert report(tmp_path, "single", "single")["ran_as"] == "NO"
+    with pytest.raises(AssertionError, match="fsdp2 ran as MULTI_CPU"):
+        report(tmp_path, "fsdp2", "single")
+
+
+def test_cpu_processes_are_told_what_the_launcher_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    launch_on_cpus("ddp", 2, environment)
+    assert "ACCELERATE_USE_FSDP" not in environment
+    launch_on_cpus("fsdp2", 2, environment)
+    assert environment["ACCELERATE_USE_FSDP"] == "true"
+    monkeypatch.setattr(os, "environ", os.environ | environment)
+    check_settings(FullyShardedDataParallelPlugin())
