@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -80,7 +81,10 @@ class BenchTraining:
             _wait(device)
             seconds = time.perf_counter() - started
             step = {"all_logits": all_logits, "base_forward": base_forward}.get(name, ours)
-            found[name] = self.measure(step, headed, batches, accelerator) | {"seconds_before_the_first_step": seconds}
+            try:
+                found[name] = self.measure(step, headed, batches, accelerator) | {"seconds_before_the_first_step": seconds}
+            except torch.OutOfMemoryError as error:  # all logits at once need tens of gigabytes; the other rows count all the same
+                print(f"{name}: {error}", file=sys.stderr)
         for name, other in (("online", "all_logits"), ("device", "online"), ("online", "base_forward")):
             if name in found and other in found:
                 found[f"speed_ratio_{name}_to_{other}"] = found[name]["tokens_per_second"] / found[other]["tokens_per_second"]
@@ -93,7 +97,7 @@ class BenchTraining:
         )
         settings = {name: getattr(self, name) for name in ("rows", "length", "num_heads", "draft_vocab_size", "steps", "num_workers")}
         settings["dtype"] = str(dtype)
-        print(json.dumps({"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit(), **found}))
+        print(json.dumps({"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit(), **found}), flush=True)
 
     def packed(self, vocab_size: int) -> PackedDataset:
         """Rows of one document each; all tokens but the first are an answer."""

@@ -92,9 +92,9 @@ class HeadsDrafter(Drafter):
     def draft_logits(self, hidden_BD: Tensor) -> Tensor:
         """Logits [B, K', V'] over the draft vocabulary, through the shared LM head or the heads' own; K' slots
         are all that the tree can reach."""
-        states_BKD = self.heads.draft_states(hidden_BD)
+        reach = self.tree.depth if isinstance(self.tree, Tree) else self.tree.num_nodes
+        states_BKD = self.heads.draft_states(hidden_BD, reach)
         own = self.heads.own_logits(states_BKD)
         if own is not None:
             return own if self.vocabulary is None else own[..., self.vocabulary]
-        reach = self.tree.depth if isinstance(self.tree, Tree) else self.tree.num_nodes
-        return self.transform(self.lm_head(states_BKD[:, :reach]))
+        return self.transform(self.lm_head(states_BKD))

@@ -25,13 +25,14 @@ from medusa_heads.suggest import suggest
 class DraftHeads(Protocol):
     """What the trainer, the drafter and the exporters need from a family of heads.
 
-    `draft_states(hidden_RD)` -> [R, K, D], the input of the LM head for each future position.
+    `draft_states(hidden_RD, num_heads)` -> [R, K, D], the input of the LM head for each future position, or for the first
+    num_heads of them (None: all).
     `own_logits(draft_states_RKD)` -> [R, K, V], or None where the base model's LM head makes them.
     """
 
     config: HeadsConfig
 
-    def draft_states(self, hidden_RD: Tensor) -> Tensor: ...
+    def draft_states(self, hidden_RD: Tensor, num_heads: int | None = None) -> Tensor: ...
 
     def own_logits(self, draft_states_RKD: Tensor) -> Tensor | None: ...
 

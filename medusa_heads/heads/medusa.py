@@ -39,10 +39,11 @@ class MedusaHeads(nn.Module):
         if self.lm_head is not None:
             self.lm_head.copy_(lm_head_VD.expand_as(self.lm_head))
 
-    def draft_states(self, hidden_RD: Tensor) -> Tensor:
-        """hidden_RD: last hidden states [R, D] -> draft states [R, K, D]."""
-        states_KRD = hidden_RD.expand(self.config.num_heads, *hidden_RD.shape)
-        for weight_KDD, bias_KD in zip(self.weight, self.bias, strict=True):
+    def draft_states(self, hidden_RD: Tensor, num_heads: int | None = None) -> Tensor:
+        """hidden_RD: last hidden states [R, D] -> draft states [R, K, D]; num_heads: of the first heads alone."""
+        num_heads = self.config.num_heads if num_heads is None else min(num_heads, self.config.num_heads)
+        states_KRD = hidden_RD.expand(num_heads, *hidden_RD.shape)
+        for weight_KDD, bias_KD in zip(self.weight[:, :num_heads], self.bias[:, :num_heads], strict=True):
             states_KRD = states_KRD + F.silu(torch.baddbmm(bias_KD[:, None], states_KRD, weight_KDD.transpose(1, 2)))
         return states_KRD.transpose(0, 1)
 
@@ -50,4 +51,5 @@ class MedusaHeads(nn.Module):
         """Logits [R, K, V] of the own LM heads, or None with the shared one."""
         if self.lm_head is None:
             return None
-        return torch.einsum("rkd,kvd->rkv", draft_states_RKD, self.lm_head.to(draft_states_RKD.dtype))
+        lm_head_KVD = self.lm_head[: draft_states_RKD.shape[1]]
+        return torch.einsum("rkd,kvd->rkv", draft_states_RKD, lm_head_KVD.to(draft_states_RKD.dtype))

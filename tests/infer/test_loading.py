@@ -19,7 +19,6 @@ from infer.hardware import hardware
 from infer.loading import load_with_tree
 from infer.tree_spec import TUNED_FILE, BeamTree
 from infer.tune import auto_tree
-from infer.tune.auto_tree import TreeChoice
 from medusa_heads.checkpoint import save_heads
 from tests.infer.test_generate import answers_of, prompts
 from tests.random_heads import random_heads
@@ -65,22 +64,20 @@ def test_plain_decoding_where_nothing_pays(heads: str, monkeypatch: pytest.Monke
     assert [g.token_ids for g in found] == answers_of(MODEL, texts, 40) and not any(g.stats.num_drafted_tokens for g in found)
 
 
-@pytest.mark.parametrize(("plain", "packed"), [(0.9, False), (0.98, True)])
-def test_a_copy_whose_plain_steps_are_slower_is_not_taken(
-    plain: float, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The packed copy drafts faster, but decodes plainly at `plain` times the other's speed."""
-    model = tiny_model("llama").to(torch.bfloat16)  # type: ignore[arg-type]
-    copies = decoding_copies(model)
-    assert len(copies) == 2
-    folder = str(save_heads(random_heads(model), tmp_path / "heads", card=""))
-
-    def choose(engine: Any, checkpoint: Any, batch_size: int) -> TreeChoice:
-        speeds = {0: plain, 3: 2.0} if is_packed(engine) else {0: 1.0, 3: 1.5}
-        return TreeChoice(BeamTree(3), [{"batch_size": 1, "num_nodes": n, "expected_tokens_per_second": s} for n, s in speeds.items()])
-
-    monkeypatch.setattr(loading, "choose_tree", choose)
-    assert is_packed(load_with_tree(folder, copies, "auto").engine) == packed
+@pytest.mark.parametrize(
+    ("tree_speed", "length", "expected"),
+    [
+        (60.0, 2.5, 1),  # 33 tokens/s where a quarter of the gain comes true: more than 20
+        (60.0, 6.0, 1),  # 22.5
+        (50.0, 6.0, 0),  # 18.75: text that the drafts hardly fit would become slower
+        (39.0, 2.0, 0),
+    ],
+)
+def test_a_copy_with_slow_plain_steps_must_pay_on_unfit_text(tree_speed: float, length: float, expected: int) -> None:
+    measured = [[(0, 20.0, 1.0), (8, 40.0, 2.0)], [(0, 15.0, 1.0), (16, tree_speed, length)]]
+    names = ("num_nodes", "expected_tokens_per_second", "expected_acceptance_length")
+    curves = [[dict(zip(names, row, strict=True)) | {"batch_size": 1} for row in rows] for rows in measured]
+    assert loading.best_copy(curves, 1) == expected
 
 
 def test_more_nodes_than_the_context_holds_are_refused(heads: str, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_changed_base_is_caught(tmp_path: Path) -> None:
 def test_silent_head_is_caught(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     real = trainer.headed.heads.draft_states
-    trainer.headed.heads.draft_states = lambda h: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign,assignment]
+    trainer.headed.heads.draft_states = lambda h, n=None: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign,assignment,misc]
     with pytest.raises(AssertionError, match=r"heads \[3\] received no gradient"):
         trainer.train()
 

@@ -106,20 +106,6 @@ def test_heads_run_on_the_copy_with_the_most_tokens_per_second(monkeypatch: pyte
     ]
 
 
-@pytest.mark.parametrize(
-    ("tree_speed", "length", "expected"),
-    [
-        (60.0, 2.5, 1),  # 33 tokens/s where a quarter of the gain comes true: more than 20
-        (60.0, 6.0, 1),  # 22.5
-        (50.0, 6.0, 0),  # 18.75: text that the drafts hardly fit would become slower
-        (39.0, 2.0, 0),
-    ],
-)
-def test_a_copy_with_slow_plain_steps_must_pay_on_unfit_text(tree_speed: float, length: float, expected: int) -> None:
-    curves = [[curve_row(0, 20.0, 1.0), curve_row(8, 40.0, 2.0)], [curve_row(0, 15.0, 1.0), curve_row(16, tree_speed, length)]]
-    assert loading.best_copy(curves, 1) == expected
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_come_back_as_they_were_packed(bias: bool) -> None:
     linear = torch.nn.Linear(24, 40, bias=bias)
