@@ -32,7 +32,7 @@ def half(family: str) -> Any:
     return tiny_model(family).to(torch.bfloat16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen2", "phi3", "gpt_neox", "mixtral"])
 def test_packed_copy_computes_the_same_logits(family: str) -> None:
     model = half(family)
     exact = half(family).float()
@@ -42,6 +42,24 @@ def test_packed_copy_computes_the_same_logits(family: str) -> None:
     expected = base_model.compute_logits(exact, base_model.forward_hidden(exact, ids))
     assert is_packed(packed) and not is_packed(model) and model.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_with_the_same_input_are_one_product() -> None:
+    """In any order, for another input in between, and with nothing kept afterwards."""
+    attention = half("qwen2").model.layers[0].self_attn  # with biases
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    packed_linear._join_linears(attention)
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    product = parts[0].product
+    assert all(part.product is product for part in parts)
+    first, second = torch.randn(2, 5, linears[0].in_features), torch.randn(2, 5, linears[0].in_features)
+    for part, inputs in ((0, first), (2, second), (1, first), (0, second), (1, second), (2, first), (2, first), (0, first), (1, first)):
+        expected = torch.nn.functional.linear(inputs, linears[part].weight.float(), linears[part].bias.float())
+        torch.testing.assert_close(parts[part](inputs), expected, atol=1e-4, rtol=1e-4)
+    product.outputs = None
+    for part in parts:
+        part(first)
+    assert product.inputs is None and product.outputs is None
 
 
 def test_packed_decoding_with_heads_equals_packed_plain_decoding() -> None:
