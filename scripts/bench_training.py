@@ -68,7 +68,11 @@ class BenchTraining:
         device = accelerator.device
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         base_model.quiet_transformers()
+        if min(self.rows, self.steps, self.num_heads, self.num_batches) < 1 or self.length <= self.num_heads + 1:
+            raise SystemExit("error: --rows, --steps, --num-heads and --num-batches must be at least 1, --length more than --num-heads + 1")
         model, _ = base_model.load_base(self.base, dtype=dtype, device=device)
+        if (self.draft_vocab_size or 1) > base_model.vocab_size(model):
+            raise SystemExit(f"error: --draft-vocab-size {self.draft_vocab_size}: the base has {base_model.vocab_size(model)} tokens")
         packed = self.packed(base_model.vocab_size(model))
         found: dict[str, Any] = {}
         for name in self.which:

@@ -132,8 +132,9 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    from train.sharding import start_sharding
+    from train.sharding import refuse_deepspeed, start_sharding
 
+    refuse_deepspeed()
     accelerator = Accelerator(
         mixed_precision=MIXED_PRECISION[dtype],
         log_with=None if log_with == "none" else log_with,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from medusa_heads.config import HeadsConfig
@@ -177,6 +178,13 @@ class TrainConfig:
         needs_folder = self.hidden_states == "disk"
         _require(self.hidden_states_dir or not needs_folder, "hidden_states", "disk needs a folder: add --hidden-states-dir FOLDER")
         _require(needs_folder or not self.hidden_states_dir, "hidden_states_dir", "goes with --hidden-states disk alone: leave it out")
+        if self.hidden_states_dir:
+            folder, output = Path(self.hidden_states_dir).resolve(), Path(self.output_dir).resolve()
+            _require(
+                folder != output and not any(folder.is_relative_to(output / name) for name in ("checkpoints", "previous")),
+                "hidden_states_dir",
+                f"{self.hidden_states_dir} is where --output-dir {self.output_dir} keeps its own files: choose another folder",
+            )
         self.heads_config()  # raises on num_heads or num_layers below 1
 
     def heads_config(self) -> HeadsConfig:

@@ -27,17 +27,21 @@ def is_sharded(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
-def start_sharding(accelerator: Accelerator) -> None:
-    """Sees to it that FSDP2 happens as this project needs it, where the launcher asked for it.
-
-    Raises ValueError for DeepSpeed, and for settings of FSDP that do not work here.
-    """
-    state = accelerator.state
-    if state.distributed_type == DistributedType.DEEPSPEED:
+def refuse_deepspeed() -> None:
+    """Raises ValueError where the launcher asked for DeepSpeed; before an Accelerator is made, which wants it installed."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ValueError(
             "training under DeepSpeed is not supported. Instead of ZeRO-3 launch with --config_file configs/accelerate/fsdp2.yaml, which "
             "shards the base too; instead of ZeRO-2 with ddp.yaml: what that would shard, the optimizer state of the heads, is small"
         )
+
+
+def start_sharding(accelerator: Accelerator) -> None:
+    """Sees to it that FSDP2 happens as this project needs it, where the launcher asked for it.
+
+    Raises ValueError for settings of FSDP that do not work here.
+    """
+    state = accelerator.state
     asked_for = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked_for and state.distributed_type == DistributedType.MULTI_CPU:  # where accelerate passes over it without a word
         PartialState().distributed_type = state.distributed_type = DistributedType.FSDP

@@ -90,7 +90,9 @@ class Manifest:
             shards = [Shard(**shard) for shard in values["shards"]]
             return cls(dict(values["made_for"]), int(values["hidden_size"]), shards, dict(values["sha256"]))
         except (OSError, ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{OPTION} {folder}: manifest.json cannot be read ({error}): choose another folder, or delete it") from None
+            raise ValueError(
+                f"{OPTION} {folder}: manifest.json cannot be read ({error}): choose another folder, or delete this one"
+            ) from None
 
     def write(self, folder: Path) -> None:
         write_whole(folder / "manifest.json", (json.dumps(asdict(self), indent=1) + "\n").encode())

@@ -432,6 +432,8 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         ({"hidden_states": "device", "lora_rank": 4}, r"hidden_states: device .*lora_rank 4 .*--hidden-states online, or --lora-rank 0"),
         ({"hidden_states": "disk"}, "hidden_states: disk needs a folder: add --hidden-states-dir"),
         ({"hidden_states_dir": "x"}, "hidden_states_dir: goes with --hidden-states disk alone"),
+        ({"hidden_states": "disk", "hidden_states_dir": "out"}, "hidden_states_dir: out is where --output-dir out keeps its own files"),
+        ({"hidden_states": "disk", "hidden_states_dir": "out/checkpoints/x"}, "keeps its own files"),
     ],
 )
 def test_options_that_do_not_fit_together(options: dict[str, Any], message: str) -> None:

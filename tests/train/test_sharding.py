@@ -23,9 +23,9 @@ from medusa_heads.merge import merged_base
 from tests.train import test_medusa2
 from tests.train.sharded_run import KILLED_AT, RUNS
 from tests.train.test_main import workspace  # noqa: F401
-from train.__main__ import main
+from train.__main__ import main, make_accelerator
 from train.draft_model import main as train_draft_model
-from train.sharding import check_settings, loading_device, share_out, start_sharding
+from train.sharding import check_settings, loading_device, share_out
 
 FOLDER = Path(__file__).parents[2] / "configs" / "accelerate"
 MEANING = {
@@ -81,9 +81,10 @@ def test_what_cannot_be_sharded_is_refused_with_the_way_that_works(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    zero: Any = SimpleNamespace(state=SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as accelerate's launcher does; refused whether it is installed or not
     with pytest.raises(ValueError, match=r"DeepSpeed is not supported\. .*fsdp2\.yaml.*ddp\.yaml"):
-        start_sharding(zero)
+        make_accelerator("float32", "none", workspace)
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     fsdp: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)
     assert loading_device(fsdp, four_bit=False) == torch.device("cpu")
     with pytest.raises(ValueError, match=r"base_4bit: packed weights cannot be sharded; .*ddp\.yaml"):
