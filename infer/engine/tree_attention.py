@@ -60,6 +60,7 @@ def _for_groups(mask_B1NS: Tensor, group: int) -> Tensor:
     """The mask of every query of a group, [B, 1, G * N, S]. Kept on the given one, which all layers of a forward share."""
     if mask_B1NS.shape[2] == 1:
         return mask_B1NS.expand(-1, -1, group, -1)
-    if getattr(mask_B1NS, "for_groups", None) is None:
-        mask_B1NS.for_groups = mask_B1NS.repeat(1, 1, group, 1)  # type: ignore[attr-defined]
-    return mask_B1NS.for_groups  # type: ignore[attr-defined]
+    kept: Tensor | None = getattr(mask_B1NS, "for_groups", None)
+    if kept is None or kept.shape[2] != group * mask_B1NS.shape[2]:  # layers may differ in their number of heads
+        kept = mask_B1NS.for_groups = mask_B1NS.repeat(1, 1, group, 1)  # type: ignore[attr-defined]
+    return kept

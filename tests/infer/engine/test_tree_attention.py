@@ -47,3 +47,14 @@ def test_models_without_grouped_heads_or_sdpa_stay_themselves() -> None:
     eager = tiny_model("llama")
     eager.set_attn_implementation("eager")
     assert with_tree_attention(eager) is eager
+
+
+def test_layers_with_other_groups_share_a_mask() -> None:
+    """The grouped mask is kept on the given one, but not for a layer that has other groups."""
+    module, mask = torch.nn.Module(), torch.zeros(1, 1, 3, 5).masked_fill_(torch.rand(1, 1, 3, 5) < 0.3, torch.finfo(torch.float32).min)
+    for num_heads in (2, 4, 2):
+        query, key, value = torch.randn(1, 8, 3, 16), torch.randn(1, num_heads, 5, 16), torch.randn(1, num_heads, 5, 16)
+        found, _ = tree_attention.attend(module, query, key, value, mask)
+        keys, values = (t.repeat_interleave(8 // num_heads, dim=1) for t in (key, value))
+        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
