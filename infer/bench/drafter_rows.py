@@ -13,12 +13,12 @@ from infer.drafters.adaptive import adaptive
 from infer.drafters.draft_model import DraftModelDrafter, load_draft_model
 from infer.drafters.early_exit import EarlyExitDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
-from infer.drafters.step_times import Seconds, measure_forwards, sizes_up_to, step_curve
 from infer.drafters.suffix import SuffixDrafter
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.loading import NO_HEADS, LoadedHeads, best_copy, check_tree_verifier, default_heads, load_with_tree
 from infer.tree import Tree
+from infer.tune.step_times import Seconds, measure_forwards, sizes_up_to, step_curve
 from infer.verifiers import SampledShape, VerifierChoice, resolve_verifier
 from medusa_heads.suggest import suggest
 

@@ -23,7 +23,7 @@ from infer.bench.figures import Findings, document_rows, fastest_base
 from infer.bench.measure import make_batches, make_rows, measure, warm_up
 from infer.bench.rows import Batch, BatchAnswer, Decoding, GeneratorRow, cut_answer
 from infer.bench.table import remarks, row_label
-from infer.drafters import Drafter, step_times
+from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.engine.packed_linear import packed_copy
@@ -31,7 +31,7 @@ from infer.generate import Generator
 from infer.prompts import Prompt
 from infer.tree import chain
 from infer.tree_spec import BeamTree
-from infer.tune import auto_tree
+from infer.tune import auto_tree, step_times
 from medusa_heads.checkpoint import save_heads
 from medusa_heads.cli import main
 from tests.random_heads import random_heads

@@ -11,11 +11,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from infer.bench import drafter_rows
 from infer.bench.drafter_rows import make_generators
-from infer.drafters import Drafter, step_times
+from infer.drafters import Drafter
 from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.draft_model import DraftModelDrafter
-from infer.drafters.step_times import expected_length, measure_drafts, measure_forwards, sizes_up_to, step_curve
 from infer.generate import Generator
+from infer.tune import step_times
+from infer.tune.step_times import expected_length, measure_drafts, measure_forwards, sizes_up_to, step_curve
 from medusa_heads.first_layers import first_layers
 from tests.tiny_models import VOCAB_SIZE, tiny_model
 
