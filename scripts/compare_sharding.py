@@ -3,9 +3,10 @@
     python scripts/compare_sharding.py --num-gpus 2 --data answers.jsonl.gz
     python scripts/compare_sharding.py --num-gpus 2 --base twin --strategies single fsdp2 --batch-size 16 --steps 20
 
-Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU; the one on a single GPU takes as many
-micro-batches a step as the others have GPUs, so that all see the same rows at every step. Without --data the text is random. Without a
-GPU the processes are CPU ones, over gloo. Prints one JSON line, and exits with 1 where losses differ by more than --tolerance.
+Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU. The first strategy runs twice: with as many
+micro-batches a step as the others have processes, so that all see the same rows at every step, which is what losses are compared
+with; and with one micro-batch a step, which is what speeds are compared with. Without --data the text is random. Without a GPU the
+processes are CPU ones, over gloo. Prints one JSON line, and exits with 1 where losses differ by more than --tolerance.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from medusa_heads.versions import commit, versions
 from train.history import FILE_NAME, read_history
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
+ALONE = "alone"  # the run that speeds are compared with
 WORKER = "worker"  # the first argument of the processes that this script starts
 LOG_EVERY = 5
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
@@ -70,14 +72,17 @@ class CompareSharding:
                 print(f"{strategy} ...", file=sys.stderr, flush=True)
                 train(self, strategy, data, Path(folder))
             reference = self.strategies[0]
+            print(f"{reference}, one micro-batch a step ...", file=sys.stderr, flush=True)
+            train(self, reference, data, Path(folder), name=ALONE, micro_batches=1)
             for strategy in self.strategies:
                 found.append(report(Path(folder), strategy, reference))
+            alone = {"strategy": reference, "micro_batches": 1, "response_tokens_per_second": speed(logged(Path(folder) / ALONE))}
         on_gpu = torch.cuda.is_available()
         hardware = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
         settings = {name: getattr(self, name) for name in ("base", "batch_size", "pack_length", "num_heads", "steps", "options")}
         about = {"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit()}
         agree = all(row["largest_loss_difference"] < self.tolerance for row in found)
-        print(json.dumps(about | {"agree": agree, "runs": found}))
+        print(json.dumps(about | {"agree": agree, "alone": alone, "runs": found}))
         if not agree:
             sys.exit(1)
 
@@ -94,14 +99,17 @@ def random_text(path: Path, settings: CompareSharding) -> Path:
     return path
 
 
-def train(settings: CompareSharding, strategy: str, data: list[str], folder: Path) -> None:
-    """Runs a strategy into folder/<strategy>. Raises subprocess.CalledProcessError when it fails."""
+def train(
+    settings: CompareSharding, strategy: str, data: list[str], folder: Path, *, name: str | None = None, micro_batches: int | None = None
+) -> None:
+    """Runs a strategy into folder/<name or strategy>. Raises subprocess.CalledProcessError when it fails."""
+    name = name or strategy
     num_processes = 1 if strategy == "single" else settings.num_gpus
     options: dict[str, Any] = {
         "base": settings.base,
-        "output-dir": folder / strategy,
+        "output-dir": folder / name,
         "batch-size": settings.batch_size,
-        "gradient-accumulation-steps": settings.num_gpus // num_processes,
+        "gradient-accumulation-steps": micro_batches or settings.num_gpus // num_processes,
         "num-heads": settings.num_heads,
         "max-length": settings.pack_length,
         "pack-length": settings.pack_length,
@@ -109,8 +117,8 @@ def train(settings: CompareSharding, strategy: str, data: list[str], folder: Pat
         "save-every": settings.steps,
         "log-every": LOG_EVERY,
     }
-    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    program = [__file__, WORKER, str(folder / f"{strategy}.peak"), "--data", *data, *arguments, *shlex.split(settings.options)]
+    arguments = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
+    program = [__file__, WORKER, str(folder / f"{name}.peak"), "--data", *data, *arguments, *shlex.split(settings.options)]
     launcher, environment = launch_on_gpus if torch.cuda.is_available() else launch_on_cpus, os.environ.copy()
     command = launcher(strategy, num_processes, environment)
     subprocess.run([sys.executable, "-m", *command, *program], env=environment, check=True, stdout=sys.stderr)
@@ -157,7 +165,7 @@ def report(folder: Path, strategy: str, reference: str) -> dict[str, Any]:
         "ran_as": processes[0]["kind"],
         "num_gpus": processes[0]["num_processes"],
         "response_tokens_per_second": speed(logged(folder / strategy)),
-        "speed_up": speed(logged(folder / strategy)) / speed(logged(folder / reference)),
+        "speed_up": speed(logged(folder / strategy)) / speed(logged(folder / ALONE)),
         "peak_bytes": max(process["bytes"] for process in processes),
         "last_loss": losses[-1],
         "largest_loss_difference": max(abs(a - b) for a, b in zip(losses, of_reference, strict=True)),

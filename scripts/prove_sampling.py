@@ -65,8 +65,8 @@ class ProveSampling:
     """Heads; by default the shipped ones with the embedded base."""
     trees: tuple[str, ...] = ("beam:8",)
     """Trees that sample-and-match is proven on."""
-    drawn: bool = True
-    """Also report the verifiers of drawn drafts, on chain and static:8."""
+    drawn: tuple[VerifierChoice, ...] = tuple(verifier for verifier, _ in DRAWN)
+    """Verifiers of drawn drafts to report too, on chain and static:8."""
     num_prompts: int = 100
     """Prompts in all, answered again and again until there are enough steps."""
     num_steps: int = 5000
@@ -105,7 +105,7 @@ class ProveSampling:
 
     def grid(self) -> dict[str, tuple[float, float, VerifierChoice, str]]:
         """Temperature, top-p, verifier and tree of every cell."""
-        runs = [(PROVEN, tree) for tree in self.trees] + (list(DRAWN) if self.drawn else [])
+        runs = [(PROVEN, tree) for tree in self.trees] + [run for run in DRAWN if run[0] in self.drawn]
         cells = [(temperature, top_p, verifier, tree) for verifier, tree in runs for temperature, top_p in LAWS]
         return {re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(map(str, cell))): cell for cell in cells}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock
 
@@ -45,6 +45,18 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process with what `main` returned; after the end of another one at once.
+
+    A gloo thread may still hold a tensor of the call that failed. Freed while Python takes itself down, it aborts the process.
+    """
+    if status == 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # the system frees the lock on the folder
+    raise SystemExit(status)
 
 
 def is_lost_process(error: RuntimeError) -> bool:
@@ -130,7 +142,7 @@ def run(config: TrainConfig) -> Path:
 def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     """Starts the process group, if any. Raises ValueError under a strategy, or with a setting of it, that is not supported."""
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     from train.sharding import refuse_deepspeed, start_sharding
 
@@ -140,7 +152,10 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
         log_with=None if log_with == "none" else log_with,
         project_dir=str(output),
         step_scheduler_with_optimizer=False,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # the others wait while one measures and writes
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=timedelta(hours=2)),  # the others wait while one measures and writes
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),  # the base's buffers are frozen too
+        ],
     )
     start_sharding(accelerator)
     return accelerator
@@ -346,4 +361,4 @@ def choose_heads(config: TrainConfig, trainer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,31 +128,22 @@ def without_tokens(batch: TrainBatch, base: PreTrainedModel) -> TrainBatch:
 @torch.no_grad()
 def measure_forwards(headed: HeadedModel, batches: Sequence[TrainBatch], device: torch.device) -> float:
     """Seconds of the base's forward over a micro-batch."""
-    started = 0.0
-    for index, batch in enumerate(batches):
-        if index == WARM_UP_STEPS:
-            base_model.synchronize(headed.base)
-            started = time.perf_counter()
+
+    def forward(batch: TrainBatch) -> None:
         tensors = batch.to(device).tensors
         with torch.autocast(device.type, headed.base.dtype, enabled=headed.base.dtype != torch.float32):
             headed.hidden_states(tensors["input_ids"], tensors["position_ids"], tensors["document_ids"])
-    base_model.synchronize(headed.base)
-    return (time.perf_counter() - started) / (len(batches) - WARM_UP_STEPS)
+
+    return mean_seconds(forward, batches, headed.base)
 
 
 def measure_steps(headed: HeadedModel, batches: Sequence[TrainBatch], device: torch.device) -> Calibration:
     """Steps as the trainer makes them, one micro-batch each."""
-    assert len(batches) > WARM_UP_STEPS
     on_gpu, half = device.type == "cuda", headed.base.dtype != torch.float32
     optimizer = torch.optim.AdamW(headed.heads.parameters(), lr=0.0, fused=on_gpu)
-    before, started = 0, 0.0
-    for index, batch in enumerate(batches):
-        if index == WARM_UP_STEPS:
-            base_model.synchronize(headed.base)
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(device)
-                before = torch.cuda.memory_allocated(device)
-            started = time.perf_counter()
+    before = 0
+
+    def step(batch: TrainBatch) -> None:
         weights_K = 1 / batch.slot_counts.clamp(min=1).to(device)
         with torch.autocast(device.type, headed.base.dtype, enabled=half):
             loss = headed(**batch.to(device).tensors, slot_weights=weights_K).loss
@@ -160,9 +151,32 @@ def measure_steps(headed: HeadedModel, batches: Sequence[TrainBatch], device: to
         torch.nn.utils.clip_grad_norm_(headed.heads.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    base_model.synchronize(headed.base)
-    seconds = (time.perf_counter() - started) / (len(batches) - WARM_UP_STEPS)
+
+    def watch_memory() -> None:
+        nonlocal before
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+
+    seconds = mean_seconds(step, batches, headed.base, warmed_up=watch_memory if on_gpu else None)
     if not on_gpu:
         return Calibration(seconds, None)
     gradients = sum(weight.nbytes for weight in headed.heads.parameters())
     return Calibration(seconds, max(0, torch.cuda.max_memory_allocated(device) - before - gradients))
+
+
+def mean_seconds(
+    work: Callable[[TrainBatch], None], batches: Sequence[TrainBatch], base: PreTrainedModel, *, warmed_up: Callable[[], None] | None = None
+) -> float:
+    """Over the batches after the first WARM_UP_STEPS. A GPU meets all of them once before: kernels are chosen and memory is
+    set aside anew for every shape, which took longer than the steps themselves."""
+    assert len(batches) > WARM_UP_STEPS
+    for batch in batches if base.device.type == "cuda" else batches[:WARM_UP_STEPS]:
+        work(batch)
+    base_model.synchronize(base)
+    if warmed_up:
+        warmed_up()
+    started = time.perf_counter()
+    for batch in batches[WARM_UP_STEPS:]:
+        work(batch)
+    base_model.synchronize(base)
+    return (time.perf_counter() - started) / (len(batches) - WARM_UP_STEPS)

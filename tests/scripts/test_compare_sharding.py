@@ -43,7 +43,7 @@ def test_runs_are_compared(
     comparison.run()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["agree"] and [row["strategy"] for row in found["runs"]] == ["single", "ddp"]
-    assert [row["largest_loss_difference"] for row in found["runs"]] == [0, 0] and found["runs"][0]["speed_up"] == 1
+    assert [row["largest_loss_difference"] for row in found["runs"]] == [0, 0] and found["alone"]["micro_batches"] == 1
     assert all(row["response_tokens_per_second"] > 0 and row["peak_bytes"] > 1e6 for row in found["runs"])
     further = ["--learning-rate", "0.1"]
     with pytest.raises(SystemExit):
@@ -62,7 +62,7 @@ def test_speed_leaves_the_first_third_out() -> None:
 
 
 def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
-    for name, kind in (("single", "NO"), ("fsdp2", "MULTI_CPU")):
+    for name, kind in ((compare_sharding.ALONE, "NO"), ("single", "NO"), ("fsdp2", "MULTI_CPU")):
         (tmp_path / name).mkdir()
         (tmp_path / f"{name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
         rows = [{"step": step, "loss": 1.0, "response_tokens_per_second": 1.0 + step} for step in (5, 10, 15)]

@@ -83,13 +83,13 @@ def test_a_corrupted_verification_fails_the_proof(
 ) -> None:
     """Control: the first draft of every step is accepted unseen."""
     monkeypatch.setattr(infer.verifiers, "sample_and_match", accept_the_first)
-    assert proof(folders, tmp_path, drawn=False).run() == 1
+    assert proof(folders, tmp_path, drawn=()).run() == 1
     found = json.loads(capsys.readouterr().out)
     assert found["num_outside"] == 2 and all(cell["deviation"] > 3 and cell["mean_length"] == 2 for cell in found["cells"])
 
 
 def test_a_killed_run_goes_on(folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = proof(folders, tmp_path, drawn=False, num_steps=20)
+    command = proof(folders, tmp_path, drawn=(), num_steps=20)
     generate, calls = Generator.generate, []
 
     def counted(self: Generator, *arguments: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from train.__main__ import main
+from train.__main__ import leave, main
 from train.trainer import Trainer
 
 
@@ -28,4 +28,4 @@ def die_at(how: str, step: int) -> None:
 
 if __name__ == "__main__":
     die_at(sys.argv[1], int(sys.argv[2]))
-    raise SystemExit(main(sys.argv[3:]))
+    leave(main(sys.argv[3:]))
