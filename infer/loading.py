@@ -38,7 +38,14 @@ class LoadedHeads:
     curve: list[dict[str, Any]]
 
     def drafter(self) -> Drafter:
-        drafter = HeadsDrafter(self.engine, self.checkpoint.heads, self.tree, draft_vocabulary=self.checkpoint.draft_vocabulary)
+        heads = self.checkpoint
+        drafter = HeadsDrafter(
+            self.engine,
+            heads.heads,
+            self.tree,
+            draft_vocabulary=heads.draft_vocabulary,
+            static_nodes=heads.static_nodes if self.curve else None,  # `auto` may draw where that pays; beam:N is what was asked for
+        )
         return adaptive(drafter, self.curve) if self.curve else drafter
 
 
@@ -86,12 +93,14 @@ def check_heads_options(heads: str | None, *, tree: str, verifier: VerifierChoic
 
 def check_tree_verifier(tree: str, verifier: VerifierChoice, *, temperature: float) -> None:
     """Raises ValueError where heads cannot draft for the verifier over this `--tree`; what static:N and tuned look
-    like shows only when the heads are loaded."""
+    like, and whether auto can draw, shows only when the heads are loaded."""
     kind = tree.partition(":")[0]
     if kind in ("static", "tuned"):
         return
     shape: SampledShape | None = None
-    if kind not in ("auto", "beam"):
+    if kind == "auto":
+        shape = "tree"
+    elif kind != "beam":
         shape = "chain" if kind == "chain" else drawn_shape(load_tree(tree))
     resolve_verifier(verifier, drafter=HeadsDrafter.name, sampled_shape=shape, temperature=temperature)
 

@@ -36,7 +36,13 @@ class BestVerifier:
 
 # What `auto` runs when tokens are drawn: the nearest measurement of the drafter and what it can draw; sample-and-match for
 # what was never measured and for drafters that draw nothing.
-AUTO = (BestVerifier("draft_model", "chain", 1.0, 1, "block"),)
+AUTO = (
+    BestVerifier("heads", "chain", 0.7, 1, "block"),
+    BestVerifier("heads", "chain", 1.0, 1, "block"),
+    BestVerifier("heads", "tree", 0.7, 1, "sample-and-match"),
+    BestVerifier("heads", "tree", 1.0, 1, "recursive-rejection"),
+    BestVerifier("draft_model", "chain", 1.0, 1, "block"),
+)
 SHAPE_NEEDED: dict[VerifierChoice, SampledShape] = {
     "token-rejection": "chain",
     "block": "chain",

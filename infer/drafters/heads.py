@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -14,7 +15,8 @@ from infer.candidates import Candidates, beam_candidates, static_candidates
 from infer.drafters import Drafter, DraftSampling
 from infer.engine.packed_linear import lm_head_rows
 from infer.sampled_candidates import sampled_candidates
-from infer.tree import Tree
+from infer.tree import Path_, Tree
+from infer.tree_builders import static_tree
 from infer.tree_spec import BeamTree
 from infer.verifiers import SampledShape
 from medusa_heads import base_model
@@ -33,19 +35,29 @@ class HeadsDrafter(Drafter):
 
     Over a static tree drafts can also be drawn: the children of a node at depth d from head d + 1's law at
     the request's temperature (see sampled_candidates.py). A beam tree's shape depends on its tokens, so there
-    they cannot.
+    they cannot: where they are to be drawn, a static tree of as many nodes takes its place, if `static_nodes` are given.
 
     draft_vocabulary: the token ids [V'] that are proposed, None for all. Verification sees every token
     whatever is proposed; fewer rows of the LM head make drafting cheaper.
+    static_nodes: rank paths in falling order (HeadsCheckpoint.static_nodes).
     """
 
     name = "heads"
 
-    def __init__(self, model: PreTrainedModel, heads: DraftHeads, tree: Tree | BeamTree, *, draft_vocabulary: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        heads: DraftHeads,
+        tree: Tree | BeamTree,
+        *,
+        draft_vocabulary: Tensor | None = None,
+        static_nodes: Mapping[Path_, float] | None = None,
+    ) -> None:
         size = heads.config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
         if isinstance(tree, Tree):
             tree.check(num_heads=heads.config.num_heads, vocab_size=size)
-        self.model, self.heads, self.tree = model, heads, tree
+        self.model, self.heads, self.tree, self.static_nodes = model, heads, tree, static_nodes
+        self.static_trees: dict[int, Tree] = {}
         self.transform = base_model.logit_transform(model)
         self.vocabulary = draft_vocabulary.to(model.device) if draft_vocabulary is not None else None
         self.lm_head = base_model.lm_head(model)
@@ -60,7 +72,7 @@ class HeadsDrafter(Drafter):
 
     @property
     def sampled_shape(self) -> SampledShape | None:
-        return drawn_shape(self.tree)
+        return "tree" if self.static_nodes else drawn_shape(self.tree)
 
     def resize(self, num_nodes: int) -> None:
         assert isinstance(self.tree, BeamTree), "static trees have one size"
@@ -73,26 +85,35 @@ class HeadsDrafter(Drafter):
         self.sampling, self.generators = sampling, [torch.Generator().manual_seed(seed) for seed in sampling.seeds]
 
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
-        if not self.tree.num_nodes:
+        tree = self.tree
+        if not tree.num_nodes:
             return Candidates.root_only(root_B)
-        logits_BKV = self.draft_logits(hidden_BD)
-        if isinstance(self.tree, BeamTree):
-            return beam_candidates(root_B, logits_BKV, self.tree.num_nodes, self.tree.width, vocabulary=self.vocabulary)
+        if self.sampling is not None and isinstance(tree, BeamTree):
+            tree = self.static_tree(tree.num_nodes)
+        logits_BKV = self.draft_logits(hidden_BD, tree.depth if isinstance(tree, Tree) else tree.num_nodes)
+        if isinstance(tree, BeamTree):
+            return beam_candidates(root_B, logits_BKV, tree.num_nodes, tree.width, vocabulary=self.vocabulary)
         if self.sampling is None:
-            return static_candidates(root_B, logits_BKV, self.tree, vocabulary=self.vocabulary)
+            return static_candidates(root_B, logits_BKV, tree, vocabulary=self.vocabulary)
         return sampled_candidates(
             root_B,
             logits_BKV,
-            self.tree,
+            tree,
             temperature=self.sampling.temperature,
             generators=self.generators,
             vocabulary=self.vocabulary,
         )
 
-    def draft_logits(self, hidden_BD: Tensor) -> Tensor:
+    def static_tree(self, num_nodes: int) -> Tree:
+        assert self.static_nodes, "who gave none is not asked to draw over a beam tree"
+        size = min(num_nodes, len(self.static_nodes))
+        if size not in self.static_trees:
+            self.static_trees[size] = static_tree(self.static_nodes, size)
+        return self.static_trees[size]
+
+    def draft_logits(self, hidden_BD: Tensor, reach: int | None = None) -> Tensor:
         """Logits [B, K', V'] over the draft vocabulary, through the shared LM head or the heads' own; K' slots
-        are all that the tree can reach."""
-        reach = self.tree.depth if isinstance(self.tree, Tree) else self.tree.num_nodes
+        are all that a tree `reach` deep needs, None all heads."""
         states_BKD = self.heads.draft_states(hidden_BD, reach)
         own = self.heads.own_logits(states_BKD)
         if own is not None:

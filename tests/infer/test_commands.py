@@ -178,7 +178,7 @@ def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureF
     [
         (["--heads", "none", "--tree", "beam:4"], "--tree beam:4 has no effect with --heads none, which drafts nothing: leave it out"),
         (["--heads", "none", "--temperature", "1", "--verifier", "block"], "--verifier block: nothing is drafted here"),
-        (["--heads", "h", "--temperature", "1", "--verifier", "block"], "--verifier block needs drafts that are drawn"),
+        (["--heads", "h", "--temperature", "1", "--verifier", "block"], "--verifier block is for chains"),
         (["--heads", "h", "--temperature", "1", "--verifier", "traversal", "--tree", "beam:8"], "needs drafts that are drawn"),
         (["--heads", "h", "--temperature", "1", "--verifier", "block", "--tree", "BUSHY"], "--verifier block is for chains"),
         (["--heads", "h", "--tree", "/nowhere.json"], "--tree /nowhere.json: no such file"),

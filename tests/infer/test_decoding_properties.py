@@ -106,7 +106,7 @@ def check_ends_and_counts(case: Case, answers: list[Generation]) -> None:
 @settings(max_examples=40)
 def test_greedy_and_sample_and_match_emit_the_tokens_of_plain_decoding(case: Case, sampled: dict[str, Any] | None) -> None:
     config = None if sampled is None else GenerationConfig(do_sample=True, **({"top_k": 0} | sampled))
-    found, expected = generate(decoder(case), case, config), generate(plain(case.vocab, case.tied), case, config)
+    found, expected = generate(decoder(case), case, config, "sample-and-match"), generate(plain(case.vocab, case.tied), case, config)
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     check_ends_and_counts(case, found)
 

@@ -37,7 +37,7 @@ def test_proposes_what_masked_full_logits_would(tree: Tree | BeamTree, family: s
     outside = torch.ones(VOCAB_SIZE, dtype=torch.bool)
     outside[VOCABULARY] = False
     logits = full.draft_logits
-    full.draft_logits = lambda hidden_BD: logits(hidden_BD).masked_fill(outside, -torch.inf)  # type: ignore[method-assign]
+    full.draft_logits = lambda hidden_BD, reach: logits(hidden_BD, reach).masked_fill(outside, -torch.inf)  # type: ignore[assignment,method-assign,misc]
     found, expected = reduced.propose(root, hidden, []), full.propose(root, hidden, [])
     assert torch.equal(found.tokens_BN, expected.tokens_BN) and torch.equal(found.parents_BN, expected.parents_BN)
     assert torch.isin(found.tokens_BN[:, 1:], VOCABULARY).all()

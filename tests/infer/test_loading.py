@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from infer import loading
+from infer import loading, verifiers
 from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.engine import packed_linear
@@ -19,6 +20,7 @@ from infer.hardware import hardware
 from infer.loading import load_with_tree
 from infer.tree_spec import TUNED_FILE, BeamTree
 from infer.tune import auto_tree
+from infer.verifiers import BestVerifier, VerifierChoice
 from medusa_heads.checkpoint import save_heads
 from tests.infer.test_generate import answers_of, prompts
 from tests.random_heads import random_heads
@@ -53,6 +55,26 @@ def test_auto_adapts_and_other_trees_stay(heads: str, monkeypatch: pytest.Monkey
     assert 0 < drafted < 59 * 2  # random heads: it began with 2 nodes and gave up
     assert drafter.max_nodes == max(drafter.step_seconds(1)) > max(drafter.step_seconds(3))
     assert isinstance(load_with_tree(heads, [MODEL], "beam:3").drafter(), HeadsDrafter)
+
+
+def test_auto_draws_where_that_is_best_and_its_nodes_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same options, seeds and steps: `auto` takes the verifier of the table, over the static tree of the size it drafts."""
+    monkeypatch.setattr(verifiers, "AUTO", (BestVerifier("heads", "tree", 1.0, 1, "traversal"),))
+    steps_taking(monkeypatch, lambda nodes, rows: 1 + 0.01 * nodes)
+    measured = {"acceptance_length": {"8": 2.0}, "static_nodes": {"0": 0.5, "1": 0.3, "0,0": 0.2}}
+    known = str(save_heads(random_heads(MODEL), tmp_path / "known", card="random", measured=measured))
+    unknown = str(save_heads(random_heads(MODEL), tmp_path / "unknown", card="random", measured={"acceptance_length": {"8": 2.0}}))
+    sampled = dict(generation_config=GenerationConfig(do_sample=True, temperature=1.0), max_new_tokens=30, eos_ids=(), seed=3)
+
+    def texts(heads: str, tree: str, verifier: VerifierChoice = "auto") -> list[list[int]]:
+        generator = Generator(MODEL, load_with_tree(heads, [MODEL], tree).drafter())
+        return [answer.token_ids for answer in generator.generate(prompts(), verifier=verifier, **sampled)]  # type: ignore[arg-type]
+
+    drawn = texts(known, "auto")
+    assert drawn == texts(known, "auto", "traversal") != texts(known, "auto", "sample-and-match")
+    assert texts(unknown, "auto") == texts(known, "auto", "sample-and-match") == texts(known, "beam:3")
+    with pytest.raises(ValueError, match="--verifier traversal needs drafts that are drawn at random"):
+        texts(unknown, "auto", "traversal")
 
 
 def test_plain_decoding_where_nothing_pays(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,26 @@ def test_a_new_batch_is_not_drawn_unless_it_asks() -> None:
     assert found.draft_laws is None and torch.equal(found.tokens_BN, expected.tokens_BN)
 
 
+def test_a_beam_drafter_with_nodes_draws_over_the_static_tree_of_its_size() -> None:
+    model, nodes = tiny_model("llama"), {(0,): 0.5, (1,): 0.3, (0, 0): 0.2, (0, 1): 0.1}
+    heads = random_heads(model)
+    root_B, hidden_BD = torch.tensor([5]), torch.randn(1, 32)
+    drafter, static = HeadsDrafter(model, heads, BeamTree(4), static_nodes=nodes), HeadsDrafter(model, heads, build_tree([*nodes][:3]))
+    assert HeadsDrafter(model, heads, BeamTree(4)).sampled_shape is None and drafter.sampled_shape == "tree"
+    for each in (drafter, static):
+        each.start(PROMPTS[:1])
+    chosen = drafter.propose(root_B, hidden_BD, PROMPTS[:1])
+    assert chosen.num_nodes == 4 and chosen.draft_laws is None
+    drafter.resize(3)
+    for each in (drafter, static):
+        each.sample(DraftSampling(temperature=1.0, seeds=(7,)))
+    drawn, expected = drafter.propose(root_B, hidden_BD, PROMPTS[:1]), static.propose(root_B, hidden_BD, PROMPTS[:1])
+    assert torch.equal(drawn.tokens_BN, expected.tokens_BN) and torch.equal(drawn.parents_BN, expected.parents_BN)
+    assert drawn.draft_laws is not None and len(drawn.draft_laws.law_of_node) == 4
+    drafter.resize(4)
+    assert drafter.propose(root_B, hidden_BD, PROMPTS[:1]).num_nodes == 4
+
+
 class DrawingDrafter(Drafter):
     """A chain drawn from one fixed law over the whole vocabulary, as a draft model would return it."""
 

@@ -439,7 +439,7 @@ def test_outputs_are_checked_before_the_model_is_loaded(files: dict[str, str], c
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--drafters", "heads"], "the `heads` drafter chooses its own here: with heads give --tree chain"),
+        (["--drafters", "heads", "--tree", "beam:4"], "the `heads` drafter chooses its own here: with heads give --tree chain"),
         (["--tree", "chain"], "the `prompt_lookup` drafter chooses its own here"),
         (["--tree", "chain", "--drafters", "heads,suffix"], "the `suffix` drafter chooses its own here"),
     ],
