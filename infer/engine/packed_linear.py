@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from infer.engine.fused_norm import fuse_norms
 from infer.engine.tree_attention import with_tree_attention
 from medusa_heads import base_model
 
@@ -137,6 +138,7 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     for module in copied.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))
+    fuse_norms(copied)
     return copied
 
 

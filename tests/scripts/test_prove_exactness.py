@@ -17,17 +17,15 @@ from infer.generate import Generator
 from infer.proof.exactness import check_answer, plain_answers, wrong_end
 from infer.target import GreedyTarget
 from infer.verify import Verification
-from medusa_heads.checkpoint import save_heads
 from medusa_heads.cli import run_command
 from scripts.prove_exactness import ProveExactness
 from tests.infer.test_generate import base_answer, prompts
-from tests.random_heads import random_heads, static_nodes
+from tests.save_tiny_models import FAMILIES, save_tiny_model
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ROOT / "scripts" / "exactness_prompts.jsonl"
 MORE_PROMPTS = (PROMPTS, ROOT / "scripts" / "demo_prompts.jsonl", ROOT / "scripts" / "demo_bench_prompts.jsonl")
-FAMILIES = ("llama", "mistral_window", "gemma2", "gemma3", "phi3")
 NUM_PROMPTS = 12
 
 
@@ -36,12 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Folders of tiny bases with heads, made when asked for."""
 
     def save(family: str) -> dict[str, str]:
-        folder = tmp_path_factory.mktemp("exactness") / family
-        model = tiny_model(family)
-        model.save_pretrained(folder / "base")
-        tiny_tokenizer().save_pretrained(folder / "base")
-        save_heads(random_heads(model), folder / "heads", card="random", measured={"static_nodes": static_nodes(), "acceptance_length": {}})
-        return {"base": str(folder / "base"), "heads": str(folder / "heads")}
+        return save_tiny_model(family, tmp_path_factory.mktemp("exactness") / family)
 
     return save
 
