@@ -74,9 +74,13 @@ class HeadsDrafter(Drafter):
     def sampled_shape(self) -> SampledShape | None:
         return "tree" if self.static_nodes else drawn_shape(self.tree)
 
-    def resize(self, num_nodes: int) -> None:
+    @property
+    def has_scores(self) -> bool:
+        return isinstance(self.tree, BeamTree)
+
+    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
         assert isinstance(self.tree, BeamTree), "static trees have one size"
-        self.tree = replace(self.tree, num_nodes=num_nodes)
+        self.tree = replace(self.tree, num_nodes=num_nodes, depth=depth)
 
     def start(self, prompts: list[list[int]]) -> None:
         self.sampling = None
@@ -90,7 +94,7 @@ class HeadsDrafter(Drafter):
             return Candidates.root_only(root_B)
         if self.sampling is not None and isinstance(tree, BeamTree):
             tree = self.static_tree(tree.num_nodes)
-        logits_BKV = self.draft_logits(hidden_BD, tree.depth if isinstance(tree, Tree) else tree.num_nodes)
+        logits_BKV = self.draft_logits(hidden_BD, tree.num_nodes if tree.depth is None else tree.depth)
         if isinstance(tree, BeamTree):
             return beam_candidates(root_B, logits_BKV, tree.num_nodes, tree.width, vocabulary=self.vocabulary)
         if self.sampling is None:

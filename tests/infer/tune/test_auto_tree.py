@@ -46,7 +46,8 @@ def test_draft_time_counts() -> None:
     assert best_size([StepTime(0, 0.0, 1.0), StepTime(4, 0.4, 1.2)], lengths) == 0
 
 
-def test_heads_that_are_never_right_are_not_used() -> None:
+def test_heads_that_are_never_right_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_taking(monkeypatch, {size: 1 + size / 100 for size in SIZES})
     assert choose_tree(MODEL, checkpoint({64: 1.0}), batch_size=2, context=32).tree == BeamTree(0)
 
 
