@@ -90,6 +90,7 @@ class ProcessedTarget:
             verifier,
             drafter=drafter.name,
             sampled_shape=drafter.sampled_shape,
+            adapts=drafter.adapts,
             temperature=0.0 if first.is_greedy else first.temperature,
             batch_size=len(self.rows),
         )

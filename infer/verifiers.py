@@ -35,7 +35,7 @@ class BestVerifier:
 
 
 # What `auto` runs when tokens are drawn: the nearest measurement of the drafter and what it can draw; sample-and-match for
-# what was never measured and for drafters that draw nothing.
+# what was never measured, for drafters that draw nothing and for those that adapt (a seed is to give the same text everywhere).
 AUTO = (
     BestVerifier("heads", "chain", 0.7, 1, "block"),
     BestVerifier("heads", "chain", 1.0, 1, "block"),
@@ -63,14 +63,25 @@ def is_lossless(verifier: VerifierChoice) -> bool:
 
 
 def resolve_verifier(
-    verifier: VerifierChoice, *, drafter: str, sampled_shape: SampledShape | None, temperature: float, batch_size: int = 1
+    verifier: VerifierChoice,
+    *,
+    drafter: str,
+    sampled_shape: SampledShape | None,
+    temperature: float,
+    batch_size: int = 1,
+    adapts: bool = False,
 ) -> VerifierChoice:
-    """The verifier to run. drafter: its name; sampled_shape: what it can draw; temperature: 0 for greedy decoding.
+    """The verifier to run. drafter: its name; sampled_shape: what it can draw; temperature: 0 for greedy decoding; adapts:
+    what it drafts depends on measured times and on earlier texts, and so would the text under a seed: `auto` draws no drafts then.
 
     Raises ValueError when the verifier is unknown, or impossible with greedy decoding or with this drafter.
     """
     check_verifier(verifier, greedy=not temperature)
+    if not math.isfinite(temperature):
+        raise ValueError(f"--temperature {temperature}: give a finite number; 0 takes the most likely token")
     if verifier == "auto":
+        if adapts:
+            return "sample-and-match"
         return best_verifier(drafter, sampled_shape, temperature=temperature, batch_size=batch_size)
     if drafter == NO_DRAFTER and verifier != "sample-and-match":
         raise ValueError(f"--verifier {verifier}: nothing is drafted here, so nothing is verified: leave it out, or give heads")

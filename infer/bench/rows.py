@@ -89,6 +89,7 @@ class GeneratorRow:
             verifier,
             drafter=drafter.name,
             sampled_shape=drafter.sampled_shape,
+            adapts=drafter.adapts,
             temperature=decoding.temperature,
             batch_size=decoding.batch_size,
         )

@@ -64,6 +64,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def adapts(self) -> bool:
+        """Whether the same text may be drafted for in another way at another time."""
+        return False
+
+    @property
     def has_scores(self) -> bool:
         """Whether drafts that are chosen come with `Candidates.scores_BN`."""
         return False

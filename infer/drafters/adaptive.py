@@ -77,6 +77,10 @@ class AdaptiveDrafter(Drafter):
         self.num_rows, self.drafted = 1, 0  # running rows; nodes a row of the last proposal
 
     @property
+    def adapts(self) -> bool:
+        return True
+
+    @property
     def max_nodes(self) -> int:
         return max(size for by_nodes in self.seconds.values() for size in by_nodes)
 
@@ -116,12 +120,16 @@ class AdaptiveDrafter(Drafter):
         sums_N = [share * self.num_rows / len(candidates.scores_BN) for share in sums_N]
         drafting = between(self.draft_seconds, self.num_rows)
         ratio = self.met / self.foretold
-        sizes = [size] if self.trial else [n for n in by_nodes if 0 < n <= candidates.num_nodes]
+        most = min(size, candidates.num_nodes) if self.trial else candidates.num_nodes
+        sizes = [n for n in by_nodes if 0 < n <= most]
+        if not sizes:  # a drafter may have less to propose than the least size that was measured
+            self.score_sum = sums_N[-1]
+            return candidates
 
         def speed(n: int) -> float:
             return (self.num_rows + ratio * sums_N[n - 1]) / (by_nodes[n] - drafting[n] + drafting[size])
 
-        chosen = max(sizes, key=lambda n: (speed(n), -n))
+        chosen = max(sizes) if self.trial else max(sizes, key=lambda n: (speed(n), -n))
         self.score_sum = sums_N[chosen - 1]
         return candidates.best(chosen) if chosen < candidates.num_nodes else candidates
 

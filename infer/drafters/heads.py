@@ -53,9 +53,9 @@ class HeadsDrafter(Drafter):
         draft_vocabulary: Tensor | None = None,
         static_nodes: Mapping[Path_, float] | None = None,
     ) -> None:
-        size = heads.config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
+        self.num_proposed = heads.config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
         if isinstance(tree, Tree):
-            tree.check(num_heads=heads.config.num_heads, vocab_size=size)
+            tree.check(num_heads=heads.config.num_heads, vocab_size=self.num_proposed)
         self.model, self.heads, self.tree, self.static_nodes = model, heads, tree, static_nodes
         self.static_trees: dict[int, Tree] = {}
         self.transform = base_model.logit_transform(model)
@@ -112,7 +112,9 @@ class HeadsDrafter(Drafter):
         assert self.static_nodes, "who gave none is not asked to draw over a beam tree"
         size = min(num_nodes, len(self.static_nodes))
         if size not in self.static_trees:
-            self.static_trees[size] = static_tree(self.static_nodes, size)
+            tree = static_tree(self.static_nodes, size)
+            tree.check(num_heads=self.heads.config.num_heads, vocab_size=self.num_proposed)
+            self.static_trees[size] = tree
         return self.static_trees[size]
 
     def draft_logits(self, hidden_BD: Tensor, reach: int | None = None) -> Tensor:

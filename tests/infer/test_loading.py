@@ -57,24 +57,28 @@ def test_auto_adapts_and_other_trees_stay(heads: str, monkeypatch: pytest.Monkey
     assert isinstance(load_with_tree(heads, [MODEL], "beam:3").drafter(), HeadsDrafter)
 
 
-def test_auto_draws_where_that_is_best_and_its_nodes_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same options, seeds and steps: `auto` takes the verifier of the table, over the static tree of the size it drafts."""
+def test_auto_draws_when_asked_to_and_its_nodes_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it does not: what it drafts depends on times, and a seed is to give the same text everywhere."""
     monkeypatch.setattr(verifiers, "AUTO", (BestVerifier("heads", "tree", 1.0, 1, "traversal"),))
     steps_taking(monkeypatch, lambda nodes, rows: 1 + 0.01 * nodes)
     measured = {"acceptance_length": {"8": 2.0}, "static_nodes": {"0": 0.5, "1": 0.3, "0,0": 0.2}}
     known = str(save_heads(random_heads(MODEL), tmp_path / "known", card="random", measured=measured))
     unknown = str(save_heads(random_heads(MODEL), tmp_path / "unknown", card="random", measured={"acceptance_length": {"8": 2.0}}))
+    deep = {"acceptance_length": {"8": 2.0}, "static_nodes": {"0": 0.5, "0,0": 0.5, "0,0,0": 0.5, "0,0,0,0": 0.5}}
+    too_deep = str(save_heads(random_heads(MODEL), tmp_path / "deep", card="random", measured=deep))
     sampled = dict(generation_config=GenerationConfig(do_sample=True, temperature=1.0), max_new_tokens=30, eos_ids=(), seed=3)
 
     def texts(heads: str, tree: str, verifier: VerifierChoice = "auto") -> list[list[int]]:
         generator = Generator(MODEL, load_with_tree(heads, [MODEL], tree).drafter())
         return [answer.token_ids for answer in generator.generate(prompts(), verifier=verifier, **sampled)]  # type: ignore[arg-type]
 
-    drawn = texts(known, "auto")
-    assert drawn == texts(known, "auto", "traversal") != texts(known, "auto", "sample-and-match")
-    assert texts(unknown, "auto") == texts(known, "auto", "sample-and-match") == texts(known, "beam:3")
+    assert texts(known, "auto", "traversal") == texts(known, "auto", "traversal") != texts(known, "auto")
+    assert texts(known, "static:3") == texts(known, "static:3", "traversal")
+    assert texts(unknown, "auto") == texts(known, "auto") == texts(known, "auto", "sample-and-match") == texts(known, "beam:3")
     with pytest.raises(ValueError, match="--verifier traversal needs drafts that are drawn at random"):
         texts(unknown, "auto", "traversal")
+    with pytest.raises(ValueError, match="4 deep but the heads predict 3"):
+        texts(too_deep, "auto", "traversal")
 
 
 def test_plain_decoding_where_nothing_pays(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,3 +246,15 @@ def test_what_was_drawn_says_nothing_of_scores() -> None:
         drafter.propose(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1), [])
         drafter.observe([3], [True])
     assert drafter.met == drafter.foretold
+
+
+@pytest.mark.parametrize(("num_heads", "vocabulary"), [(1, None), (3, 3)])
+def test_heads_that_propose_less_than_was_measured(num_heads: int, vocabulary: int | None) -> None:
+    """One head has 20 nodes at most, three tokens give one head three: in trials too, the text is the base's."""
+    texts = prompts((5, 9))
+    drafted = None if vocabulary is None else torch.arange(vocabulary)
+    heads = HeadsDrafter(MODEL, random_heads(MODEL, num_heads=num_heads), BeamTree(64), draft_vocabulary=drafted)
+    for seconds in ({0: 1.0, 8: 1.01, 64: 1.02}, {0: 1.0, 64: 1.0}):
+        drafter = AdaptiveDrafter(heads, lengths={0: 1.0, 8: 1.9, 64: 2.1}, seconds={1: seconds})
+        found = Generator(MODEL, drafter).generate(texts, max_new_tokens=120, eos_ids=())
+        assert [g.token_ids for g in found] == answers_of(MODEL, texts, 120) and found[0].stats.num_drafted_tokens
