@@ -105,11 +105,14 @@ def check_tree_verifier(tree: str, verifier: VerifierChoice, *, temperature: flo
     resolve_verifier(verifier, drafter=HeadsDrafter.name, sampled_shape=shape, temperature=temperature)
 
 
-def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, batch_size: int = 1) -> LoadedHeads:
+def load_with_tree(
+    name: str, copies: Sequence[PreTrainedModel], tree: str, *, batch_size: int = 1, engine: PreTrainedModel | None = None
+) -> LoadedHeads:
     """Heads, the tree of a `--tree` argument and the fastest copy for it, both measured on this machine
     when the tree is `auto`.
 
-    copies: the base model, which the heads are checked against, and equal models that may decode faster.
+    copies: the base model, which the heads are checked against, and equal models that may decode faster; engine: the
+    one of them to take.
     """
     checkpoint = load_heads(name, copies[0])
     parsed = parse_tree(tree, checkpoint)
@@ -118,16 +121,15 @@ def load_with_tree(name: str, copies: Sequence[PreTrainedModel], tree: str, *, b
             raise ValueError(
                 f"--tree {tree}: {parsed.num_nodes} nodes and the root do not fit the context of {room} tokens: use fewer nodes"
             )
-        engine = None
-        if tree == "tuned":
+        if engine is None and tree == "tuned":
             engine = tuned_engine(tuned_tree(checkpoint)[1], copies, heads=checkpoint.folder, batch_size=batch_size)
         engine = engine or fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
         return LoadedHeads(in_dtype(checkpoint, engine.dtype), engine, parsed, [])
     found = []
-    for engine in copies:
-        heads = in_dtype(checkpoint, engine.dtype)
-        choice = choose_tree(engine, heads, batch_size=batch_size)
-        found.append(LoadedHeads(heads, engine, choice.tree, choice.curve))
+    for copy in copies if engine is None else [engine]:
+        heads = in_dtype(checkpoint, copy.dtype)
+        choice = choose_tree(copy, heads, batch_size=batch_size)
+        found.append(LoadedHeads(heads, copy, choice.tree, choice.curve))
     return found[best_copy([heads.curve for heads in found], batch_size)]
 
 

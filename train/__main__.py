@@ -272,7 +272,7 @@ def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
     """Rows -> (training rows, held-out rows): those whose id has the lowest SHA-256 are held out, so
     that the choice depends on nothing but the ids."""
     if num_held_out >= len(rows):
-        raise ValueError(f"held_out: {num_held_out} of {len(rows)} conversations leaves none to train on")
+        raise ValueError(f"held_out: {num_held_out} of {len(rows)} conversations leaves none to train on: lower --held-out")
     hashes = [hashlib.sha256(row_id.encode()).hexdigest() for row_id in rows["id"]]
     order = sorted(range(len(rows)), key=hashes.__getitem__)
     return rows.select(sorted(order[num_held_out:])), rows.select(sorted(order[:num_held_out]))

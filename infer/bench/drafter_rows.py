@@ -62,9 +62,14 @@ def check_verifiable(names: Sequence[str], verifier: VerifierChoice, *, tree: st
 def load_all_heads(
     copies: Sequence[PreTrainedModel], heads: Sequence[str], *, base: str, tree: str, batch_size: int
 ) -> dict[str, LoadedHeads]:
-    """Heads with their trees, by row; without names the default ones of the base."""
+    """Heads with their trees, by row; without names the default ones of the base. The copy of the base that is the fastest
+    for the first decodes with all, so that heads are compared and not copies."""
     names = heads or (default_heads(base, None),)
-    return {row: load_with_tree(name, copies, tree, batch_size=batch_size) for row, name in zip(heads_row_names(names), names, strict=True)}
+    loaded: dict[str, LoadedHeads] = {}
+    for row, name in zip(heads_row_names(names), names, strict=True):
+        engine = next(iter(loaded.values())).engine if loaded else None
+        loaded[row] = load_with_tree(name, copies, tree, batch_size=batch_size, engine=engine)
+    return loaded
 
 
 def heads_row_names(heads: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from infer import loading, verifiers
+from infer.bench.drafter_rows import load_all_heads
 from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.engine import packed_linear
@@ -20,6 +21,7 @@ from infer.hardware import hardware
 from infer.loading import load_with_tree
 from infer.tree_spec import TUNED_FILE, BeamTree
 from infer.tune import auto_tree
+from infer.tune.auto_tree import TreeChoice
 from infer.verifiers import BestVerifier, VerifierChoice
 from medusa_heads.checkpoint import save_heads
 from tests.infer.test_generate import answers_of, prompts
@@ -79,6 +81,22 @@ def test_auto_draws_when_asked_to_and_its_nodes_are_known(tmp_path: Path, monkey
         texts(unknown, "auto", "traversal")
     with pytest.raises(ValueError, match="4 deep but the heads predict 3"):
         texts(too_deep, "auto", "traversal")
+
+
+def test_all_heads_of_a_benchmark_decode_on_one_copy(heads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second copy is the faster one for the first heads, and would be the slower one for the next."""
+    others = str(save_heads(random_heads(MODEL, seed=1), tmp_path / "others", card="random"))
+    copies, seconds = [MODEL, tiny_model("llama")], iter([2.0, 1.0, 2.0, 1.0])
+
+    def measured(engine: Any, checkpoint: Any, **options: Any) -> TreeChoice:
+        row = {"batch_size": 1, "num_nodes": 0, "draft_s": 0.0, "forward_s": (took := next(seconds))}
+        return TreeChoice(BeamTree(0), [row | {"expected_acceptance_length": 1.0, "expected_tokens_per_second": 1 / took}])
+
+    monkeypatch.setattr(loading, "choose_tree", measured)
+    found = load_all_heads(copies, [heads, others], base="x", tree="auto", batch_size=1)
+    assert [loaded.engine for loaded in found.values()] == [copies[1], copies[1]] and list(found) == ["heads", "heads:others"]
+    fixed = load_all_heads(copies, [heads, others], base="x", tree="beam:3", batch_size=1)
+    assert len({id(loaded.engine) for loaded in fixed.values()}) == 1
 
 
 def test_plain_decoding_where_nothing_pays(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
