@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Step:
 class Generator:
     """Decoding of a base model with a drafter, greedy or sampled; the text has exactly the base model's own law.
 
-    Holds no state between calls and hangs none on the model, so several generators may share one.
+    Hangs no state on the model, so several generators may share one; between calls only an adaptive drafter keeps what it has learnt.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter | None = None, *, tokenizer: Any | None = None) -> None:
@@ -62,6 +62,7 @@ class Generator:
         self.model, self.drafter, self.tokenizer = model, drafter or NoDrafter(), tokenizer
         self.layer_shapes = check_tree_support(model)
         self.max_length = base_model.max_length(model)
+        self.num_tokens = len(cast(Tensor, model.get_input_embeddings().weight))
 
     def generate(
         self,
@@ -213,6 +214,10 @@ class Generator:
         for index, text in enumerate(texts):
             if not text:
                 raise ValueError(f"prompt {index} has no tokens")
+            if not 0 <= min(text) <= max(text) < self.num_tokens:
+                raise ValueError(
+                    f"prompt {index} has token ids outside 0 .. {self.num_tokens - 1}: encode it with the base's own tokenizer"
+                )
             if len(text) >= self.max_length:
                 raise ValueError(
                     f"prompt {index} has {len(text)} tokens and the model's context ends at {self.max_length}: shorten the prompt"

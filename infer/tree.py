@@ -19,6 +19,7 @@ from torch import Tensor
 
 Path_ = tuple[int, ...]
 
+MAX_RANK = 2**31 - 1
 MAX_NODES = 4096
 
 
@@ -69,6 +70,8 @@ def build_tree(paths: Iterable[Sequence[int]]) -> Tree:
             raise ValueError("a tree path is empty: the root is implied, write only the nodes below it")
         if min(path) < 0:
             raise ValueError(f"tree path {list(path)} has a negative rank")
+        if max(path) > MAX_RANK:
+            raise ValueError(f"tree path {list(path)} names a rank beyond any vocabulary")
         if path in index:
             raise ValueError(f"tree path {list(path)} is written twice")
         if path[:-1] not in index:

@@ -302,7 +302,13 @@ def test_steps_leave_the_prompts_and_the_model_alone() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "max_new_tokens", "message"),
-    [([[5]], 0, "max_new_tokens is 0"), ([], 4, "no prompts"), ([[5], []], 4, "prompt 1 has no tokens")],
+    [
+        ([[5]], 0, "max_new_tokens is 0"),
+        ([], 4, "no prompts"),
+        ([[5], []], 4, "prompt 1 has no tokens"),
+        ([[5], [-1]], 4, "prompt 1 has token ids outside"),
+        ([[300]], 4, "prompt 0 has token ids"),
+    ],
 )
 def test_wrong_requests_are_refused(texts: list[list[int]], max_new_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -58,6 +58,7 @@ def test_chain() -> None:
         ([[0], [0, 0, 0]], r"\[0, 0, 0\] has no parent: add \[0, 0\]"),
         ([[0], [1], [0]], r"\[0\] is written twice"),
         ([[0], [-1]], r"\[-1\] has a negative rank"),
+        ([[10**22]], "names a rank beyond any vocabulary"),
         ([[0], []], "path is empty"),
     ],
 )
