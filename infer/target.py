@@ -90,7 +90,7 @@ class ProcessedTarget:
             verifier,
             drafter=drafter.name,
             sampled_shape=drafter.sampled_shape,
-            adapts=drafter.adapts,
+            draws_by_default=drafter.draws_by_default,
             temperature=0.0 if first.is_greedy else first.temperature,
             batch_size=len(self.rows),
         )

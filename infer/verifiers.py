@@ -35,7 +35,7 @@ class BestVerifier:
 
 
 # What `auto` runs when tokens are drawn: the nearest measurement of the drafter and what it can draw; sample-and-match for
-# what was never measured, for drafters that draw nothing and for those that adapt (a seed is to give the same text everywhere).
+# what was never measured and for drafters that draw nothing, or nothing unless asked to.
 AUTO = (
     BestVerifier("heads", "chain", 0.7, 1, "block"),
     BestVerifier("heads", "chain", 1.0, 1, "block"),
@@ -69,10 +69,10 @@ def resolve_verifier(
     sampled_shape: SampledShape | None,
     temperature: float,
     batch_size: int = 1,
-    adapts: bool = False,
+    draws_by_default: bool = True,
 ) -> VerifierChoice:
-    """The verifier to run. drafter: its name; sampled_shape: what it can draw; temperature: 0 for greedy decoding; adapts:
-    what it drafts depends on measured times and on earlier texts, and so would the text under a seed: `auto` draws no drafts then.
+    """The verifier to run. drafter: its name; sampled_shape: what it can draw; temperature: 0 for greedy decoding;
+    draws_by_default: whether `auto` may have it draw.
 
     Raises ValueError when the verifier is unknown, or impossible with greedy decoding or with this drafter.
     """
@@ -80,7 +80,7 @@ def resolve_verifier(
     if not math.isfinite(temperature):
         raise ValueError(f"--temperature {temperature}: give a finite number; 0 takes the most likely token")
     if verifier == "auto":
-        if adapts:
+        if not draws_by_default:
             return "sample-and-match"
         return best_verifier(drafter, sampled_shape, temperature=temperature, batch_size=batch_size)
     if drafter == NO_DRAFTER and verifier != "sample-and-match":

@@ -89,7 +89,7 @@ class GeneratorRow:
             verifier,
             drafter=drafter.name,
             sampled_shape=drafter.sampled_shape,
-            adapts=drafter.adapts,
+            draws_by_default=drafter.draws_by_default,
             temperature=decoding.temperature,
             batch_size=decoding.batch_size,
         )

@@ -64,9 +64,9 @@ class Drafter(Protocol):
         ...
 
     @property
-    def adapts(self) -> bool:
-        """Whether the same text may be drafted for in another way at another time."""
-        return False
+    def draws_by_default(self) -> bool:
+        """Whether it may draw, where it can, without being asked to."""
+        return True
 
     @property
     def has_scores(self) -> bool:

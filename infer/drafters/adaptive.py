@@ -77,8 +77,8 @@ class AdaptiveDrafter(Drafter):
         self.num_rows, self.drafted = 1, 0  # running rows; nodes a row of the last proposal
 
     @property
-    def adapts(self) -> bool:
-        return True
+    def draws_by_default(self) -> bool:
+        return self.drafter.draws_by_default
 
     @property
     def max_nodes(self) -> int:

@@ -75,6 +75,11 @@ class HeadsDrafter(Drafter):
         return "tree" if self.static_nodes else drawn_shape(self.tree)
 
     @property
+    def draws_by_default(self) -> bool:
+        """Not over a beam tree: its size may follow measured times, and texts that depend on it would differ under one seed."""
+        return isinstance(self.tree, Tree)
+
+    @property
     def has_scores(self) -> bool:
         return isinstance(self.tree, BeamTree)
 
