@@ -24,7 +24,6 @@ class Candidates:
 
     draft_laws: None where the tokens were chosen (the likeliest, a copy of earlier text); where they were
     drawn, what they were drawn from. Siblings then stand in the order in which they were drawn.
-    scores_BN: the log-probability of each node's path in the drafter's eyes, 0 for the root; None where it has none.
     """
 
     tokens_BN: Tensor
@@ -33,7 +32,6 @@ class Candidates:
     ancestors_BNN: Tensor
     max_depth: int
     draft_laws: DraftLaws | None = None
-    scores_BN: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -45,23 +43,6 @@ class Candidates:
         """Nothing drafted: plain decoding."""
         zeros = torch.zeros(1, 1, dtype=torch.long, device=root_B.device)
         return Candidates(root_B[:, None], zeros, zeros, torch.ones(1, 1, 1, dtype=torch.bool, device=root_B.device), 0)
-
-    def best(self, num_nodes: int) -> Candidates:
-        """The `num_nodes` nodes with the highest scores. No path scores above its prefix, so they are a tree."""
-        assert self.scores_BN is not None and self.draft_laws is None
-        order_BN = self.scores_BN.sort(dim=-1, descending=True, stable=True).indices  # prefixes first among equals
-        kept_BN = order_BN[:, : num_nodes + 1].sort(dim=-1).values
-        places_BN = torch.arange(num_nodes + 1, device=kept_BN.device).expand_as(kept_BN)
-        place_BN = torch.zeros_like(self.tokens_BN).scatter(1, kept_BN, places_BN)
-        rows_BNN = self.ancestors_BNN.gather(1, kept_BN[:, :, None].expand(-1, -1, self.ancestors_BNN.shape[2]))
-        return Candidates(
-            self.tokens_BN.gather(1, kept_BN),
-            place_BN.gather(1, self.parents_BN.gather(1, kept_BN)),
-            self.depths_BN.gather(1, kept_BN),
-            rows_BNN.gather(2, kept_BN[:, None].expand(-1, num_nodes + 1, -1)),
-            self.max_depth,
-            scores_BN=self.scores_BN.gather(1, kept_BN),
-        )
 
 
 def static_candidates(root_B: Tensor, draft_logits_BKV: Tensor, tree: Tree, *, vocabulary: Tensor | None = None) -> Candidates:
@@ -137,14 +118,12 @@ def beam_candidates(
     depths_BN = 1 + (kept_BN - width).div(width * width, rounding_mode="floor").add(1).clamp(min=0)
     zero = torch.zeros(batch, 1, dtype=torch.long, device=root_B.device)
     parents_BN, depths_BN = torch.cat([zero, parents_BN], 1), torch.cat([zero, depths_BN], 1)
-    kept_scores_BN = scores_BP.gather(1, kept_BN)
     return Candidates(
         torch.cat([root_B[:, None], tokens_BP.gather(1, kept_BN)], 1),
         parents_BN,
         depths_BN,
         ancestors_from_parents(parents_BN, depth=num_heads),
         num_heads,
-        scores_BN=torch.cat([kept_scores_BN.new_zeros(batch, 1), kept_scores_BN], 1),
     )
 
 

@@ -25,11 +25,10 @@ TUNED_FILE = "trees/tuned.json"
 
 @dataclass(frozen=True, slots=True)
 class BeamTree:
-    """The per-step beam tree: `num_nodes` nodes besides the root out of beams of `width`; none lies deeper than `depth`."""
+    """The per-step beam tree: `num_nodes` nodes besides the root out of beams of `width`."""
 
     num_nodes: int
     width: int = BEAM_WIDTH
-    depth: int | None = None
 
 
 def most_beam_nodes(checkpoint: HeadsCheckpoint) -> int:

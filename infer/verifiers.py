@@ -39,7 +39,7 @@ class BestVerifier:
 AUTO = (
     BestVerifier("heads", "chain", 0.7, 1, "block"),
     BestVerifier("heads", "chain", 1.0, 1, "block"),
-    BestVerifier("heads", "tree", 0.7, 1, "sample-and-match"),
+    BestVerifier("heads", "tree", 0.7, 1, "traversal"),
     BestVerifier("heads", "tree", 1.0, 1, "recursive-rejection"),
     BestVerifier("draft_model", "chain", 1.0, 1, "block"),
 )

@@ -42,7 +42,6 @@ from medusa_heads.checkpoint import in_dtype, load_heads
 from medusa_heads.cli import run_command
 from medusa_heads.versions import versions
 
-SHAPES: dict[SampledShape, tuple[SampledShape | None, ...]] = {"chain": ("chain",), "tree": ("tree", None)}
 OWN_TREE = "its own"  # of the drafters besides the heads
 
 
@@ -205,13 +204,11 @@ def best_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best_by_shape(rows: Sequence[dict[str, Any]]) -> list[BestVerifier]:
-    """Rows of AUTO: the best verifier of each drafter, shape that it can draw, temperature and batch size. Beam trees count
-    among those of shape `tree`: with `--tree auto` heads draft over either."""
-    found: list[BestVerifier] = []
-    for shape, among in SHAPES.items():
-        drawing = {row["drafter"] for row in rows if row["shape"] == shape}
-        best = best_rows([row for row in rows if row["drafter"] in drawing and row["shape"] in among])
-        found += [BestVerifier(row["drafter"], shape, row["temperature"], row["batch_size"], row["verifier"]) for row in best]
+    """Rows of AUTO: the best verifier of each drafter, shape that it can draw, temperature and batch size."""
+    found = []
+    for shape in ("chain", "tree"):
+        best = best_rows([row for row in rows if row["shape"] == shape])
+        found += [BestVerifier(row["drafter"], row["shape"], row["temperature"], row["batch_size"], row["verifier"]) for row in best]
     return found
 
 

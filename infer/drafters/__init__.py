@@ -68,14 +68,9 @@ class Drafter(Protocol):
         """Whether it may draw, where it can, without being asked to."""
         return True
 
-    @property
-    def has_scores(self) -> bool:
-        """Whether drafts that are chosen come with `Candidates.scores_BN`."""
-        return False
-
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         """From the next proposal on, at most num_nodes nodes besides the root: 1 up to the `max_nodes` of before any
-        resizing; for drafters that have scores, none deeper than `depth`. Drafters of one fixed shape need not be able to."""
+        resizing. Drafters of one fixed shape need not be able to."""
         raise AssertionError(f"{self.name} drafts one size")
 
     def observe(self, lengths: list[int], running: list[bool]) -> None:

@@ -6,10 +6,6 @@ tau_n: expected acceptance length of n nodes on average text; T: seconds of one 
 measured beforehand; q: how many of the tokens expected so were accepted lately, exponentially weighted. The n
 with the most tokens per second is drafted; 0 is plain decoding, for which the drafter is not even asked.
 
-A drafter that scores its nodes proposes ROOM times as many, no deeper, which costs it next to nothing, and sure steps
-are verified over more of them than unsure ones: the n with the largest (rows + r * S_n) / T, where S_n sums the
-probabilities of the best n nodes and r is the accepted share of what these sums foretold lately.
-
 Plain decoding says nothing about drafts, so after a pause a few steps draft again. Every pause in vain doubles
 the next one; a trial that pays ends them. Nothing here reads a clock or draws a number: the same texts in the
 same order, with the same T, give the same steps. Only what is drafted changes, never what is accepted.
@@ -32,7 +28,6 @@ MEMORY = 48  # drafts after which an observation has lost 63 % of its weight
 PRIOR = 4.0  # accepted tokens that the expectation counts for at the beginning
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps of plain decoding between trials
 TRIAL = 4  # drafts of a trial
-ROOM = 3  # times the nodes that pay on average are proposed, where nodes have scores
 BEST_CASE = 2.0  # q of text that suits the drafts: a size that would not pay even there is not tried
 TRIAL_PRIOR = 2.0  # expected tokens that all before a trial count for: few, since the text may have changed
 
@@ -40,39 +35,24 @@ TRIAL_PRIOR = 2.0  # expected tokens that all before a trial count for: few, sin
 def adaptive(drafter: Drafter, curve: Sequence[Mapping[str, Any]]) -> AdaptiveDrafter:
     """The drafter over the sizes that were measured. curve: rows as `StepTime.figures` gives them, for some numbers of rows."""
     seconds: dict[int, dict[int, float]] = {}
-    draft_seconds: dict[int, dict[int, float]] = {}
     for row in curve:
         seconds.setdefault(row["batch_size"], {})[row["num_nodes"]] = row["draft_s"] + row["forward_s"]
-        draft_seconds.setdefault(row["batch_size"], {})[row["num_nodes"]] = row["draft_s"]
-    lengths = {row["num_nodes"]: row["expected_acceptance_length"] for row in curve}
-    return AdaptiveDrafter(drafter, lengths=lengths, seconds=seconds, draft_seconds=draft_seconds)
+    return AdaptiveDrafter(drafter, lengths={row["num_nodes"]: row["expected_acceptance_length"] for row in curve}, seconds=seconds)
 
 
 class AdaptiveDrafter(Drafter):
     """Lets `drafter` draft as many nodes per row as give the most tokens per second, or none.
 
     lengths: tau_n by number of nodes, 0 left out or 1. seconds: T by rows, then by nodes, 0 included; between two
-    numbers of rows T is interpolated, for the sizes that both have. draft_seconds: the drafter's part of T.
-    What was learnt is kept from batch to batch.
+    numbers of rows T is interpolated, for the sizes that both have. What was learnt is kept from batch to batch.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        *,
-        lengths: Mapping[int, float],
-        seconds: Mapping[int, Mapping[int, float]],
-        draft_seconds: Mapping[int, Mapping[int, float]] | None = None,
-    ) -> None:
+    def __init__(self, drafter: Drafter, *, lengths: Mapping[int, float], seconds: Mapping[int, Mapping[int, float]]) -> None:
         assert seconds and all(0 in by_nodes for by_nodes in seconds.values())
         self.name, self.drafter = drafter.name, drafter
         self.gains = {size: length - 1 for size, length in lengths.items()} | {0: 0.0}
         self.seconds = {rows: dict(seconds[rows]) for rows in sorted(seconds)}
-        drafts = draft_seconds or {rows: dict.fromkeys(by_nodes, 0.0) for rows, by_nodes in seconds.items()}
-        self.draft_seconds = {rows: dict(drafts[rows]) for rows in sorted(drafts)}
         self.accepted = self.expected = PRIOR
-        self.met = self.foretold = PRIOR  # accepted tokens of drafts with scores, and what the scores said
-        self.draws, self.score_sum = False, 0.0  # of the last proposal: the sum of its nodes' probabilities, 0 for none
         self.pause, self.next_pause, self.trial = 0, FIRST_PAUSE, 0
         self.num_rows, self.drafted = 1, 0  # running rows; nodes a row of the last proposal
 
@@ -92,46 +72,20 @@ class AdaptiveDrafter(Drafter):
         self.num_rows = len(prompts)
         if self.max_nodes:
             self.drafter.resize(self.max_nodes)
-        self.draws = False
         self.drafter.start(prompts)
 
     def sample(self, sampling: DraftSampling) -> None:
-        self.draws = True
         self.drafter.sample(sampling)
 
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
-        size, self.score_sum = self._next_size(), 0.0
-        if not size:
-            candidates = Candidates.root_only(root_B)
-        elif self.drafter.has_scores and not self.draws:
-            by_nodes = self.step_seconds(self.num_rows)
-            self.drafter.resize(max(n for n in by_nodes if n <= ROOM * size), depth=size)
-            candidates = self._worthwhile(self.drafter.propose(root_B, hidden_BD, texts), size, by_nodes)
-        else:
+        size = self._next_size()
+        if size:
             self.drafter.resize(size)
             candidates = self.drafter.propose(root_B, hidden_BD, texts)
+        else:
+            candidates = Candidates.root_only(root_B)
         self.drafted = candidates.num_nodes
         return candidates
-
-    def _worthwhile(self, candidates: Candidates, size: int, by_nodes: Mapping[int, float]) -> Candidates:
-        """As many of the best nodes as give the most tokens per second at this step; the drafting for `size` is done."""
-        assert candidates.scores_BN is not None
-        sums_N = candidates.scores_BN[:, 1:].exp().sort(dim=-1, descending=True).values.cumsum(-1).sum(0).tolist()
-        sums_N = [share * self.num_rows / len(candidates.scores_BN) for share in sums_N]
-        drafting = between(self.draft_seconds, self.num_rows)
-        ratio = self.met / self.foretold
-        most = min(size, candidates.num_nodes) if self.trial else candidates.num_nodes
-        sizes = [n for n in by_nodes if 0 < n <= most]
-        if not sizes:  # a drafter may have less to propose than the least size that was measured
-            self.score_sum = sums_N[-1]
-            return candidates
-
-        def speed(n: int) -> float:
-            return (self.num_rows + ratio * sums_N[n - 1]) / (by_nodes[n] - drafting[n] + drafting[size])
-
-        chosen = max(sizes) if self.trial else max(sizes, key=lambda n: (speed(n), -n))
-        self.score_sum = sums_N[chosen - 1]
-        return candidates.best(chosen) if chosen < candidates.num_nodes else candidates
 
     def observe(self, lengths: list[int], running: list[bool]) -> None:
         self.num_rows = sum(running)
@@ -140,12 +94,9 @@ class AdaptiveDrafter(Drafter):
         self.drafter.observe(lengths, running)
         self.trial = max(0, self.trial - 1)
         kept = (1 - 1 / MEMORY) ** self.num_rows
-        accepted = sum(length for length, runs in zip(lengths, running, strict=True) if runs)
-        self.accepted = kept * self.accepted + accepted
+        self.accepted = kept * self.accepted + sum(length for length, runs in zip(lengths, running, strict=True) if runs)
         gain = self.gains[max(size for size in self.gains if size <= self.drafted)]  # a drafter may have less to propose
         self.expected = kept * self.expected + self.num_rows * gain
-        if self.score_sum:
-            self.met, self.foretold = kept * self.met + accepted, kept * self.foretold + self.score_sum
 
     def _next_size(self) -> int:
         if self.pause:
@@ -175,15 +126,10 @@ class AdaptiveDrafter(Drafter):
 
     def step_seconds(self, num_rows: int) -> dict[int, float]:
         """T by nodes for this many running rows; beyond the measured numbers of rows, the nearest one's."""
-        return between(self.seconds, num_rows)
-
-
-def between(table: Mapping[int, Mapping[int, float]], num_rows: int) -> dict[int, float]:
-    """Values by nodes for this many rows, from a table by rows, then by nodes."""
-    below = max((rows for rows in table if rows <= num_rows), default=min(table))
-    above = min((rows for rows in table if rows >= num_rows), default=below)
-    if above <= below:
-        return dict(table[below])
-    share = (num_rows - below) / (above - below)
-    low, high = table[below], table[above]
-    return {size: low[size] + share * (high[size] - low[size]) for size in low if size in high}
+        below = max((rows for rows in self.seconds if rows <= num_rows), default=min(self.seconds))
+        above = min((rows for rows in self.seconds if rows >= num_rows), default=below)
+        if above <= below:
+            return self.seconds[below]
+        share = (num_rows - below) / (above - below)
+        low, high = self.seconds[below], self.seconds[above]
+        return {size: low[size] + share * (high[size] - low[size]) for size in low if size in high}

@@ -60,7 +60,7 @@ class DraftModelDrafter(Drafter):
     def sampled_shape(self) -> SampledShape | None:
         return "chain"
 
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         self.length = num_nodes
 
     @torch.inference_mode()

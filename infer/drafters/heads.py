@@ -79,13 +79,9 @@ class HeadsDrafter(Drafter):
         """Not over a beam tree: its size may follow measured times, and texts that depend on it would differ under one seed."""
         return isinstance(self.tree, Tree)
 
-    @property
-    def has_scores(self) -> bool:
-        return isinstance(self.tree, BeamTree)
-
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         assert isinstance(self.tree, BeamTree), "static trees have one size"
-        self.tree = replace(self.tree, num_nodes=num_nodes, depth=depth)
+        self.tree = replace(self.tree, num_nodes=num_nodes)
 
     def start(self, prompts: list[list[int]]) -> None:
         self.sampling = None
@@ -99,7 +95,7 @@ class HeadsDrafter(Drafter):
             return Candidates.root_only(root_B)
         if self.sampling is not None and isinstance(tree, BeamTree):
             tree = self.static_tree(tree.num_nodes)
-        logits_BKV = self.draft_logits(hidden_BD, tree.num_nodes if tree.depth is None else tree.depth)
+        logits_BKV = self.draft_logits(hidden_BD, tree.depth if isinstance(tree, Tree) else tree.num_nodes)
         if isinstance(tree, BeamTree):
             return beam_candidates(root_B, logits_BKV, tree.num_nodes, tree.width, vocabulary=self.vocabulary)
         if self.sampling is None:

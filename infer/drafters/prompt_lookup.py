@@ -38,7 +38,7 @@ class PromptLookupDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.num_draft_tokens
 
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         self.num_draft_tokens = num_nodes
 
     def start(self, prompts: list[list[int]]) -> None:

@@ -46,7 +46,7 @@ class SuffixDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.num_nodes
 
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
 
     def start(self, prompts: list[list[int]]) -> None:

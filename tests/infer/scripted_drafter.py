@@ -30,7 +30,7 @@ class ScriptedDrafter(Drafter):
     def max_nodes(self) -> int:
         return self.depth * self.width
 
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         self.depth = num_nodes // self.width
 
     def start(self, prompts: list[list[int]]) -> None:

@@ -192,25 +192,3 @@ def test_moving_a_tree_to_its_own_device_changes_nothing() -> None:
     tree = chain(2)
     assert tree_on(tree, torch.device("cpu")) is tree
     assert tree_on(tree, torch.device("meta")).ancestors_NN.device.type == "meta"
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("num_nodes", [1, 3, 7])
-def test_the_best_part_of_a_beam_is_the_smaller_beam(num_nodes: int, ties: bool) -> None:
-    logits_BKV = torch.randn(3, 3, 40)
-    if ties:
-        logits_BKV = logits_BKV.round()
-    large = beam_candidates(torch.tensor([7, 8, 9]), logits_BKV, 12)
-    assert large.scores_BN is not None
-    found, expected = large.best(num_nodes), beam_candidates(torch.tensor([7, 8, 9]), logits_BKV, num_nodes)
-    assert found.num_nodes == num_nodes and found.scores_BN is not None and expected.scores_BN is not None
-    torch.testing.assert_close(found.scores_BN.sort().values, expected.scores_BN.sort().values)
-    assert torch.equal(found.ancestors_BNN, ancestors_from_parents(found.parents_BN))
-    assert torch.equal(found.depths_BN, found.ancestors_BNN.sum(-1) - 1)
-    check_structure(found, 3)
-    for row in range(3):
-        assert set(token_paths(found, row)) <= set(token_paths(large, row))
-        assert ties or set(token_paths(found, row)) == set(token_paths(expected, row))
-        log_q = log_softmax(logits_BKV[row])
-        scores = [score_of(path, log_q) for path in token_paths(found, row)]
-        torch.testing.assert_close(found.scores_BN[row, 1:].double(), torch.tensor(scores).double(), rtol=1e-4, atol=1e-4)

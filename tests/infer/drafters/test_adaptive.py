@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.candidates import Candidates, beam_candidates, chain_candidates
-from infer.drafters import Drafter, DraftSampling
+from infer.candidates import Candidates, chain_candidates
+from infer.drafters import Drafter
 from infer.drafters.adaptive import FIRST_PAUSE, LONGEST_PAUSE, TRIAL, AdaptiveDrafter
 from infer.drafters.draft_model import DraftModelDrafter
 from infer.drafters.early_exit import EarlyExitDrafter
@@ -38,7 +38,7 @@ class Chain(Drafter):
     def max_nodes(self) -> int:
         return self.size
 
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
+    def resize(self, num_nodes: int) -> None:
         self.size = num_nodes
 
     def start(self, prompts: list[list[int]]) -> None:
@@ -184,68 +184,6 @@ def test_every_drafter_can_be_wrapped() -> None:
 def test_what_could_not_pay_is_not_tried(seconds: dict[int, float], tried: bool) -> None:
     """One node yields 2 tokens at best (2 * 0.6 expected, cut at one), four 3.8."""
     assert any(steps(adaptive({1: seconds}), 1000, accepted=0.0)) == tried
-
-
-class Scored(Drafter):
-    """A beam over heads that are as sure of each of their first tokens as `sure` says, step by step."""
-
-    name = "scored"
-    has_scores = True
-
-    def __init__(self, sure: list[float]) -> None:
-        self.sure, self.size, self.depths = sure, 8, list[int | None]()
-
-    @property
-    def max_nodes(self) -> int:
-        return self.size
-
-    def resize(self, num_nodes: int, *, depth: int | None = None) -> None:
-        self.size = num_nodes
-        self.depths.append(depth)
-
-    def start(self, prompts: list[list[int]]) -> None: ...
-
-    def sample(self, sampling: DraftSampling) -> None: ...
-
-    def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
-        p = self.sure.pop(0)
-        laws_KV = torch.tensor([p, *[(1 - p) / 9] * 9]).expand(4, -1)
-        return beam_candidates(root_B, laws_KV.log().expand(len(root_B), -1, -1), self.size)
-
-
-def test_sure_steps_are_verified_over_more_nodes_than_unsure_ones() -> None:
-    """Four nodes pay on average. A chain of four sure tokens is worth its four nodes; of an unsure step only the first node is."""
-    inner = Scored([0.95, 0.3, 0.95, 0.3])
-    drafter = AdaptiveDrafter(inner, lengths=LENGTHS | {2: 1.9}, seconds={1: SECONDS | {2: 1.25}})
-    sizes = []
-    for _ in range(4):
-        candidates = drafter.propose(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1), [])
-        sizes.append(candidates.num_nodes)
-        drafter.observe([round(drafter.score_sum)], [True])
-    assert sizes == [4, 1, 4, 1] and inner.depths == [4] * 4
-    inner.sure += [0.3]
-    drafter.sample(DraftSampling(temperature=1.0, seeds=(0,)))
-    assert drafter.propose(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1), []).num_nodes == 4  # what is drawn is not looked at
-
-
-def test_scores_that_promise_too_much_are_believed_less() -> None:
-    drafter = AdaptiveDrafter(Scored([0.95] * 60), lengths=LENGTHS, seconds={1: {0: 1.0, 1: 1.05, 4: 1.6}})
-    drafter.accepted = 10 * drafter.expected  # so that it drafts, whatever is accepted
-    sizes = []
-    for _ in range(40):
-        sizes.append(drafter.propose(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1), []).num_nodes)
-        drafter.met *= 0.9
-        drafter.observe([1], [True])
-    assert sizes[0] == 4 and sizes[-1] == 1
-
-
-def test_what_was_drawn_says_nothing_of_scores() -> None:
-    drafter = AdaptiveDrafter(Scored([0.9] * 9), lengths=LENGTHS, seconds={1: SECONDS})
-    drafter.sample(DraftSampling(temperature=1.0, seeds=(0,)))
-    for _ in range(5):
-        drafter.propose(torch.zeros(1, dtype=torch.long), torch.zeros(1, 1), [])
-        drafter.observe([3], [True])
-    assert drafter.met == drafter.foretold
 
 
 @pytest.mark.parametrize(("num_heads", "vocabulary"), [(1, None), (3, 3)])
