@@ -1,12 +1,12 @@
 """Training on one GPU, data parallel and with a sharded base: the same losses and heads? How fast, in how much memory?
 
-    python scripts/compare_sharding.py --num-gpus 2 --data answers.jsonl.gz
+    python scripts/compare_sharding.py --num-gpus 2 4 --data answers.jsonl.gz
     python scripts/compare_sharding.py --num-gpus 2 --base twin --strategies single fsdp2 --batch-size 16 --steps 20
 
-Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU. The first strategy runs twice: with as many
-micro-batches a step as the others have processes, so that all see the same rows at every step, which is what losses are compared
-with; and with one micro-batch a step, which is what speeds are compared with. Without --data the text is random. Without a GPU the
-processes are CPU ones, over gloo. Prints one JSON line, and exits with 1 where losses differ by more than --tolerance.
+Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU. For every number of GPUs a single one runs
+with as many micro-batches a step, so that all see the same rows at every step, which is what losses are compared with; once, it runs
+with one micro-batch a step, which is what speeds are compared with. Without --data the text is random. Without a GPU the processes are
+CPU ones, over gloo. Prints one JSON line, and exits with 1 where losses differ by more than --tolerance.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from medusa_heads.versions import commit, versions
 from train.history import FILE_NAME, read_history
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
-ALONE = "alone"  # the run that speeds are compared with
 WORKER = "worker"  # the first argument of the processes that this script starts
 LOG_EVERY = 5
+Strategy = Literal["single", "ddp", "fsdp2"]
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
 
 
@@ -43,9 +43,9 @@ WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "
 class CompareSharding:
     """Compare the strategies of configs/accelerate on this machine."""
 
-    num_gpus: int = 2
-    """GPUs, or CPU processes, of every run but the one on a single GPU."""
-    strategies: list[Literal["single", "ddp", "fsdp2"]] = field(default_factory=lambda: ["single", "ddp", "fsdp2"])
+    num_gpus: list[int] = field(default_factory=lambda: [2])
+    """GPUs, or CPU processes, of every run but those on a single GPU; several numbers: one comparison for each."""
+    strategies: list[Strategy] = field(default_factory=lambda: ["single", "ddp", "fsdp2"])
     """Which to run; the first is what the others are compared with."""
     base: str = "embedded"
     """Base model."""
@@ -58,39 +58,57 @@ class CompareSharding:
     num_heads: int = 4
     """K."""
     steps: int = 60
-    """Optimizer steps of each run; the first third is not timed."""
+    """Optimizer steps of each run, at least 2; the first third is not timed."""
     options: str = ""
     """Further options of python -m train, as --options="--base-dtype float32"."""
     tolerance: float = 1e-3
     """How far the losses of a step may lie apart."""
 
     def run(self) -> None:
-        found: list[dict[str, Any]] = []
+        runs = list(dict.fromkeys(Run(strategy, count) for count in self.num_gpus for strategy in self.strategies))
+        first = self.strategies[0]
+        alone = Run(first, 1) if first == "single" else runs[0]
         with tempfile.TemporaryDirectory() as folder:
             data = self.data or [str(random_text(Path(folder) / "text.jsonl", self))]
-            for strategy in self.strategies:
-                print(f"{strategy} ...", file=sys.stderr, flush=True)
-                train(self, strategy, data, Path(folder))
-            reference = self.strategies[0]
-            print(f"{reference}, one micro-batch a step ...", file=sys.stderr, flush=True)
-            train(self, reference, data, Path(folder), name=ALONE, micro_batches=1)
-            for strategy in self.strategies:
-                found.append(report(Path(folder), strategy, reference))
-            alone = {"strategy": reference, "micro_batches": 1, "response_tokens_per_second": speed(logged(Path(folder) / ALONE))}
+            for run in dict.fromkeys([*runs, alone]):
+                print(f"{run.name} ...", file=sys.stderr, flush=True)
+                train(self, run, data, Path(folder))
+            found = [report(Path(folder), run, reference=Run(first, run.num_gpus), alone=alone) for run in runs]
+            base_speed = {"micro_batches": alone.micro_batches, "response_tokens_per_second": speed(logged(Path(folder) / alone.name))}
         on_gpu = torch.cuda.is_available()
         hardware = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
         settings = {name: getattr(self, name) for name in ("base", "batch_size", "pack_length", "num_heads", "steps", "options")}
         about = {"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit()}
         agree = all(row["largest_loss_difference"] < self.tolerance for row in found)
-        print(json.dumps(about | {"agree": agree, "alone": alone, "runs": found}))
+        print(json.dumps(about | {"agree": agree, "alone": {"strategy": first} | base_speed, "runs": found}))
         if not agree:
             sys.exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A strategy over the rows that `num_gpus` GPUs take in a step; a single GPU takes them in as many micro-batches."""
+
+    strategy: Strategy
+    num_gpus: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}-{self.num_gpus}"
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.strategy == "single" else self.num_gpus
+
+    @property
+    def micro_batches(self) -> int:
+        return self.num_gpus // self.num_processes
 
 
 def random_text(path: Path, settings: CompareSharding) -> Path:
     """Enough conversations, each longer than a packed row."""
     chooser = random.Random(0)
-    rows = min(2000, settings.steps * settings.batch_size * settings.num_gpus)
+    rows = min(2000, settings.steps * settings.batch_size * max(settings.num_gpus))
     with path.open("w") as file:
         for index in range(rows):
             question, answer = (" ".join(chooser.choices(WORDS, k=count)) for count in (4, settings.pack_length))
@@ -99,28 +117,24 @@ def random_text(path: Path, settings: CompareSharding) -> Path:
     return path
 
 
-def train(
-    settings: CompareSharding, strategy: str, data: list[str], folder: Path, *, name: str | None = None, micro_batches: int | None = None
-) -> None:
-    """Runs a strategy into folder/<name or strategy>. Raises subprocess.CalledProcessError when it fails."""
-    name = name or strategy
-    num_processes = 1 if strategy == "single" else settings.num_gpus
+def train(settings: CompareSharding, run: Run, data: list[str], folder: Path) -> None:
+    """Runs a strategy into folder/<name>. Raises subprocess.CalledProcessError when it fails."""
     options: dict[str, Any] = {
         "base": settings.base,
-        "output-dir": folder / name,
+        "output-dir": folder / run.name,
         "batch-size": settings.batch_size,
-        "gradient-accumulation-steps": micro_batches or settings.num_gpus // num_processes,
+        "gradient-accumulation-steps": run.micro_batches,
         "num-heads": settings.num_heads,
         "max-length": settings.pack_length,
         "pack-length": settings.pack_length,
         "max-steps": settings.steps,
         "save-every": settings.steps,
-        "log-every": LOG_EVERY,
+        "log-every": max(1, min(LOG_EVERY, settings.steps // 3)),  # a row in each third: speed leaves the first one out
     }
     arguments = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
-    program = [__file__, WORKER, str(folder / f"{name}.peak"), "--data", *data, *arguments, *shlex.split(settings.options)]
+    program = [__file__, WORKER, str(folder / f"{run.name}.peak"), "--data", *data, *arguments, *shlex.split(settings.options)]
     launcher, environment = launch_on_gpus if torch.cuda.is_available() else launch_on_cpus, os.environ.copy()
-    command = launcher(strategy, num_processes, environment)
+    command = launcher(run.strategy, run.num_processes, environment)
     subprocess.run([sys.executable, "-m", *command, *program], env=environment, check=True, stdout=sys.stderr)
 
 
@@ -154,18 +168,19 @@ def work(peak: str, *arguments: str) -> None:
     Path(f"{peak}.{state.process_index}").write_text(json.dumps({"kind": kind, "num_processes": state.num_processes, "bytes": most}))
 
 
-def report(folder: Path, strategy: str, reference: str) -> dict[str, Any]:
-    """What a strategy came to, beside the reference."""
-    processes = [json.loads(path.read_text()) for path in folder.glob(f"{strategy}.peak.*")]
-    assert (processes[0]["kind"] == "FSDP") == (strategy == "fsdp2"), f"{strategy} ran as {processes[0]['kind']}"
-    losses, of_reference = ([row["loss"] for row in logged(folder / name)] for name in (strategy, reference))
-    heads, expected = (load_file(folder / name / "model.safetensors") for name in (strategy, reference))
+def report(folder: Path, run: Run, *, reference: Run, alone: Run) -> dict[str, Any]:
+    """What a run came to: its losses and heads beside the reference's, its speed beside that of one GPU alone."""
+    processes = [json.loads(path.read_text()) for path in folder.glob(f"{run.name}.peak.*")]
+    assert (processes[0]["kind"] == "FSDP") == (run.strategy == "fsdp2"), f"{run.strategy} ran as {processes[0]['kind']}"
+    losses, of_reference = ([row["loss"] for row in logged(folder / name)] for name in (run.name, reference.name))
+    heads, expected = (load_file(folder / name / "model.safetensors") for name in (run.name, reference.name))
     return {
-        "strategy": strategy,
+        "strategy": run.strategy,
         "ran_as": processes[0]["kind"],
         "num_gpus": processes[0]["num_processes"],
-        "response_tokens_per_second": speed(logged(folder / strategy)),
-        "speed_up": speed(logged(folder / strategy)) / speed(logged(folder / ALONE)),
+        "micro_batches": run.micro_batches,
+        "response_tokens_per_second": speed(logged(folder / run.name)),
+        "speed_up": speed(logged(folder / run.name)) / speed(logged(folder / alone.name)),
         "peak_bytes": max(process["bytes"] for process in processes),
         "last_loss": losses[-1],
         "largest_loss_difference": max(abs(a - b) for a, b in zip(losses, of_reference, strict=True)),

@@ -14,7 +14,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 
 from scripts import compare_sharding
-from scripts.compare_sharding import WORKER, CompareSharding, launch_on_cpus, report, speed
+from scripts.compare_sharding import WORKER, CompareSharding, Run, launch_on_cpus, report, speed
 from tests.train.test_main import workspace  # noqa: F401
 from train.sharding import check_settings
 
@@ -37,7 +37,7 @@ def test_runs_are_compared(
         return None
 
     monkeypatch.setattr(subprocess, "run", start)
-    sizes: dict[str, Any] = {"num_heads": 2, "pack_length": 64, "batch_size": 2, "steps": 15, "num_gpus": 1}
+    sizes: dict[str, Any] = {"num_heads": 2, "pack_length": 64, "batch_size": 2, "steps": 15, "num_gpus": [1]}
     comparison = CompareSharding(base=str(workspace / "base"), strategies=["single", "ddp"], options="--num-workers 0", **sizes)
     further: list[str] = []
     comparison.run()
@@ -52,6 +52,25 @@ def test_runs_are_compared(
     assert not found["agree"] and found["runs"][1]["largest_weight_difference"] > 0.01
 
 
+def test_every_number_of_gpus_has_its_reference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Losses are compared at the same rows a step; the run whose speed is compared with happens once."""
+    started: list[tuple[str, int, int]] = []
+    compared: list[tuple[str, str, str]] = []
+    monkeypatch.setattr(compare_sharding, "train", lambda _, run, *rest: started.append((run.name, run.num_processes, run.micro_batches)))
+
+    def reported(_: Path, run: Run, *, reference: Run, alone: Run) -> dict[str, Any]:
+        compared.append((run.name, reference.name, alone.name))
+        return {"largest_loss_difference": 0.0}
+
+    monkeypatch.setattr(compare_sharding, "report", reported)
+    monkeypatch.setattr(compare_sharding, "logged", lambda output: [])
+    monkeypatch.setattr(compare_sharding, "speed", lambda rows: 1.0)
+    CompareSharding(num_gpus=[2, 4], strategies=["single", "ddp"]).run()
+    assert started == [("single-2", 1, 2), ("ddp-2", 2, 1), ("single-4", 1, 4), ("ddp-4", 4, 1), ("single-1", 1, 1)]
+    assert [pair[1:] for pair in compared] == [(f"single-{count}", "single-1") for count in (2, 2, 4, 4)]
+    assert json.loads(capsys.readouterr().out)["alone"] == {"strategy": "single", "micro_batches": 1, "response_tokens_per_second": 1.0}
+
+
 def test_speed_leaves_the_first_third_out() -> None:
     """Two steps of 100 tokens in 10 s, then four in 8 s."""
     rows = [
@@ -62,15 +81,16 @@ def test_speed_leaves_the_first_third_out() -> None:
 
 
 def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
-    for name, kind in ((compare_sharding.ALONE, "NO"), ("single", "NO"), ("fsdp2", "MULTI_CPU")):
-        (tmp_path / name).mkdir()
-        (tmp_path / f"{name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
+    alone, single, sharded = Run("single", 1), Run("single", 2), Run("fsdp2", 2)
+    for run, kind in ((alone, "NO"), (single, "NO"), (sharded, "MULTI_CPU")):
+        (tmp_path / run.name).mkdir()
+        (tmp_path / f"{run.name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
         rows = [{"step": step, "loss": 1.0, "response_tokens_per_second": 1.0 + step} for step in (5, 10, 15)]
-        (tmp_path / name / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        save_file({"weight": torch.ones(2)}, tmp_path / name / "model.safetensors")
-    assert report(tmp_path, "single", "single")["ran_as"] == "NO"
+        (tmp_path / run.name / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        save_file({"weight": torch.ones(2)}, tmp_path / run.name / "model.safetensors")
+    assert report(tmp_path, single, reference=single, alone=alone)["ran_as"] == "NO"
     with pytest.raises(AssertionError, match="fsdp2 ran as MULTI_CPU"):
-        report(tmp_path, "fsdp2", "single")
+        report(tmp_path, sharded, reference=single, alone=alone)
 
 
 def test_cpu_processes_are_told_what_the_launcher_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
