@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
         print("usage: medusa-heads COMMAND [options]   (medusa-heads COMMAND --help lists them)\n")
         for name, (_, summary) in COMMANDS.items():
             print(f"  {name:14s} {summary}")
-        print("\ntraining: accelerate launch -m train --config configs/train/smollm2_medusa.yaml")
+        print("\ntraining: accelerate launch --quiet -m train --config configs/train/smollm2_medusa.yaml")
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:

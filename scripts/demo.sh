@@ -50,7 +50,7 @@ if [ -f "$out/$name/config.json" ]; then
     say "$out/$name is already trained"
 else
     # accelerate's launcher would otherwise allow one thread
-    accelerate launch --config_file configs/accelerate/single.yaml --num_cpu_threads_per_process "$(num_cores)" \
+    accelerate launch --quiet --config_file configs/accelerate/single.yaml --num_cpu_threads_per_process "$(num_cores)" \
         -m train --config "$config" --output-dir "$out/$name" ${train_options[@]+"${train_options[@]}"} >&2
 fi
 

@@ -1,4 +1,4 @@
-"""accelerate launch -m train --config configs/train/x.yaml [flags]: data -> heads checkpoint."""
+"""accelerate launch --quiet -m train --config configs/train/x.yaml [flags]: data -> heads checkpoint."""
 
 from __future__ import annotations
 

@@ -230,4 +230,4 @@ def _require_known(value: str, known: tuple[str, ...], name: str) -> None:
 
 def parse_config(argv: list[str]) -> TrainConfig:
     """`[--config FILE] [flags]` -> TrainConfig; flags win over the file wherever they stand."""
-    return parse_command(TrainConfig, argv, prog="accelerate launch -m train --config FILE")
+    return parse_command(TrainConfig, argv, prog="accelerate launch --quiet -m train --config FILE")

@@ -1,4 +1,4 @@
-"""accelerate launch -m train.draft_model --base B --layers N --data F --output-dir D: data -> a draft model for B.
+"""accelerate launch --quiet -m train.draft_model --base B --layers N --data F --output-dir D: data -> a draft model for B.
 
 The draft model is B's embedding, first N layers, final norm and lm_head, distilled on answers of B: a
 checkpoint that transformers loads like any other, for speculative sampling (infer/drafters/draft_model.py).

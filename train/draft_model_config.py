@@ -99,4 +99,4 @@ class DraftModelConfig:
 
 def parse_config(argv: list[str]) -> DraftModelConfig:
     """`[--config FILE] [flags]` -> DraftModelConfig; flags win over the file wherever they stand."""
-    return parse_command(DraftModelConfig, argv, prog="accelerate launch -m train.draft_model --config FILE")
+    return parse_command(DraftModelConfig, argv, prog="accelerate launch --quiet -m train.draft_model --config FILE")

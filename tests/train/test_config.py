@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,13 @@ def test_null_is_as_if_not_written(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("output_dir: null\ndata: [d]\n")
     with pytest.raises(SystemExit):
         parse_config(["--config", str(tmp_path / "c.yaml")])
+
+
+def test_the_error_of_a_run_is_the_last_thing_the_launcher_shows(tmp_path: Path) -> None:
+    """As the README starts it."""
+    lines = (CONFIGS.parent / "README.md").read_text().splitlines()
+    words = next(line for line in lines if line.strip().startswith("accelerate launch") and "-m train " in line).split()
+    options = words[2 : words.index("train") + 1]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--config", str(tmp_path / "nowhere.yaml")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent, timeout=120)
+    assert ended.returncode and ended.stderr.splitlines()[-1] == f"error: --config {tmp_path / 'nowhere.yaml'}: no such file"
