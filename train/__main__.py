@@ -348,7 +348,8 @@ def choose_heads(config: TrainConfig, trainer: Any) -> dict[str, Any]:
     (best, best_length), (last, last_length) = validations.best, validations.measured[-1]
     chosen = trainer.take_best() if config.keep == "best" else last
     print(
-        f"the heads of step {chosen} are kept; decoded acceptance length {best_length:.3f} at step {best}, {last_length:.3f} at step {last}"
+        f"the heads of step {chosen} are kept; decoded acceptance length of the best (step {best}) {best_length:.3f}, "
+        f"of the last (step {last}) {last_length:.3f}"
     )
     conditions = f"{len(trainer.validation.prompts)} prompts, {config.validation_tree}, up to {MAX_NEW_TOKENS} new tokens, greedy"
     return {

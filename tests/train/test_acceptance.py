@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import datasets
 import pytest
@@ -19,6 +20,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.train.training_runs import make_trainer
 from train import acceptance
 from train import trainer as trainer_module
+from train.__main__ import choose_heads
 from train.acceptance import Validation, decode, make_validation, prompts_of_answers, prompts_of_file, spread
 from train.config import TrainConfig
 from train.history import ACCEPTANCE, EXPECTED, FILE_NAME, History, plot_history, read_history
@@ -251,3 +253,14 @@ def test_history_is_drawn(tmp_path: Path, short_answers: None, monkeypatch: pyte
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 4, 4] and "slot3/overlap" in rows[0] and ACCEPTANCE in rows[2]
     pytest.importorskip("matplotlib")
     assert plot_history(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("keep", "chosen"), [("best", 20), ("last", 30)])
+def test_the_end_says_which_heads_are_kept_and_how_good_best_and_last_are(
+    capsys: pytest.CaptureFixture[str], keep: Literal["best", "last"], chosen: int
+) -> None:
+    validations = Validations(measured=((10, 1.2), (20, 1.8), (30, 1.6)))
+    trainer = SimpleNamespace(validations=validations, validation=Validation(PROMPTS, ()), take_best=lambda: 20)
+    choose_heads(TrainConfig(data=["x"], output_dir="x", keep=keep), trainer)
+    best_and_last = "decoded acceptance length of the best (step 20) 1.800, of the last (step 30) 1.600"
+    assert capsys.readouterr().out == f"the heads of step {chosen} are kept; {best_and_last}\n"
