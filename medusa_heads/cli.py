@@ -8,6 +8,7 @@ import sys
 import warnings
 
 from medusa_heads.suggest import suggest
+from medusa_heads.versions import commit, versions
 
 COMMANDS = {
     "inspect-data": ("train.inspect_data:InspectData", "print decoded training rows with supervised spans coloured"),
@@ -36,8 +37,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(arguments: list[str]) -> int:
     """Finds the subcommand and runs it, or prints what there is."""
+    if arguments == ["--version"]:
+        print(program_version())
+        return 0
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: medusa-heads COMMAND [options]   (medusa-heads COMMAND --help lists them)\n")
+        print("usage: medusa-heads COMMAND [options]   (medusa-heads COMMAND --help lists them; medusa-heads --version)\n")
         for name, (_, summary) in COMMANDS.items():
             print(f"  {name:14s} {summary}")
         print("\ntraining: accelerate launch --quiet -m train --config configs/train/smollm2_medusa.yaml")
@@ -47,6 +51,12 @@ def run(arguments: list[str]) -> int:
         print(f"error: unknown command {name!r}{suggest(name, COMMANDS)}; known are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     return run_command(COMMANDS[name][0], rest, prog=f"medusa-heads {name}")
+
+
+def program_version() -> str:
+    """The name, the version and, in a checkout, the commit."""
+    found = commit()
+    return f"medusa-heads {versions().get('medusa-heads', '(not installed)')}" + (f" (commit {found})" if found else "")
 
 
 def run_command(target: str, arguments: list[str], *, prog: str) -> int:

@@ -44,6 +44,14 @@ def test_one_list_and_repeated_single_values_are_taken(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "a b 3\n"
 
 
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "versions", lambda: {"python": "3.11.7", "medusa-heads": "1.2.3"})
+    for commit, expected in (("0f3a-dirty", "medusa-heads 1.2.3 (commit 0f3a-dirty)\n"), (None, "medusa-heads 1.2.3\n")):
+        monkeypatch.setattr(cli, "commit", lambda commit=commit: commit)
+        assert cli.main(["--version"]) == 0
+        assert capsys.readouterr().out == expected
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect-data", "--help"]])
 def test_a_reader_that_leaves_early_gets_no_traceback(arguments: list[str]) -> None:
     reading_end, writing_end = os.pipe()
