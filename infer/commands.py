@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import GenerationConfig
 
@@ -15,6 +15,7 @@ from infer.generate import Generator
 from infer.loading import Dtype, check_heads_options, load_generator
 from infer.prompts import encode_chat
 from infer.verifiers import VerifierChoice, check_verifier, is_lossless
+from medusa_heads.arguments import OPTIONAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class Generate(SamplingOptions):
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
     """Longest answer in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Strings that end the answer; they are not printed."""
     tree: str = "auto"
     """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,
@@ -132,7 +133,7 @@ class Chat(SamplingOptions):
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
     """Longest answer in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Strings that end an answer; they are not printed."""
     tree: str = "auto"
     """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,

@@ -1,10 +1,14 @@
-"""A command's arguments -> refused where an option that takes a list is given twice."""
+"""Options that take a list: what --help says of one that is empty by default; refused where one is given twice."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, get_origin, get_type_hints
+
+import tyro
+
+OPTIONAL = tyro.conf.arg(help_behavior_hint="(optional)")  # annotates a list that is empty by default: tyro's hint would be "(default: )"
 
 
 def refuse_repeated_lists(command: type[Any], arguments: Sequence[str]) -> None:

@@ -22,13 +22,14 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 import yaml
 from safetensors.torch import load_file
 
+from medusa_heads.arguments import OPTIONAL
 from medusa_heads.versions import commit, versions
 from train.history import FILE_NAME, read_history
 
@@ -49,7 +50,7 @@ class CompareSharding:
     """Which to run; the first is what the others are compared with."""
     base: str = "embedded"
     """Base model."""
-    data: list[str] = field(default_factory=list)
+    data: Annotated[list[str], OPTIONAL] = field(default_factory=list)
     """Conversations; none: random words."""
     batch_size: int = 32
     """Packed rows per GPU and micro-batch."""

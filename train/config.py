@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from medusa_heads.arguments import OPTIONAL
 from medusa_heads.config import HeadsConfig
 from medusa_heads.suggest import suggest
 from train.command_line import parse_command
@@ -27,7 +28,7 @@ class TrainConfig:
     or data sets of the hub as hf:owner/name[/config][:split]."""
     data_format: DataFormat = "auto"
     """Shape of the rows of `data`: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
-    validation: list[str] = field(default_factory=list)
+    validation: Annotated[list[str], OPTIONAL] = field(default_factory=list)
     """Files of held-out conversations: acceptance is measured on them at the end, for trees and the card."""
     held_out: int = 0
     """Keep this many conversations of `data` out of training for validation: those whose id has the lowest SHA-256."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from medusa_heads.arguments import OPTIONAL
 from train.command_line import parse_command
 from train.config import TrainConfig
 from train.row_shapes import DataFormat
@@ -28,7 +29,7 @@ class DraftModelConfig:
     """Layers of the draft model: the base's first ones, with its embedding, final norm and lm_head. Few: drafting must be cheap."""
     data_format: DataFormat = "auto"
     """Shape of the rows of `data`: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
-    validation: list[str] = field(default_factory=list)
+    validation: Annotated[list[str], OPTIONAL] = field(default_factory=list)
     """Files of held-out conversations: how well the draft model agrees with the base is measured on them at the end."""
     held_out: int = 0
     """Keep this many conversations of `data` out of training for validation: those whose id has the lowest SHA-256."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from tqdm import tqdm
@@ -18,6 +18,7 @@ from infer.loading import pick_device
 from infer.output_file import remove_leftovers
 from infer.static.sampling import Sampling
 from medusa_heads import base_model
+from medusa_heads.arguments import OPTIONAL
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.versions import commit, versions
 from train.answers_file import AnswersFile, count_rows
@@ -48,14 +49,14 @@ class Regenerate:
     """The base model: `embedded`, a local folder, or a hub id. With --server only its tokenizer and chat template are read."""
     output: Path
     """Where the conversations go: JSONL, gzipped if the name ends in .gz. A manifest (.meta.json) is written beside it."""
-    prompts: tuple[str, ...] = ()
+    prompts: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Prompts: JSONL, JSON (each also gzipped) or Parquet files, or data sets of the hub as hf:owner/name[/config][:split].
     Every user turn is answered, old answers are dropped; the same prompt twice is answered once."""
     data_format: DataFormat = "auto"
     """Shape of the rows: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
     self_prompts: int = 0
     """How many prompts the model writes itself, sampled from its chat template; unusable ones are dropped."""
-    self_prompts_like: tuple[str, ...] = ()
+    self_prompts_like: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Prompt files whose first words its own prompts begin with, for more text of a kind; these prompts themselves are not answered."""
     max_new_tokens: int = 512
     """The most tokens of one answer."""

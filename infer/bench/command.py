@@ -6,7 +6,7 @@ import json as json_module
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -30,6 +30,7 @@ from infer.loading import Dtype, LoadedHeads, load_model
 from infer.output_file import check_writable, write_text
 from infer.prompts import Prompt, encode_chat, file_sha256, load_prompts
 from medusa_heads import base_model
+from medusa_heads.arguments import OPTIONAL
 from medusa_heads.versions import commit, versions
 
 PACKED = "packed float16 weights, float32 activations (FBGEMM)"
@@ -49,8 +50,9 @@ class Bench(SamplingOptions):
     """File of prompts (JSONL or .gz, rows with `messages`); the first user turn of each is answered."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
-    heads: tuple[str, ...] = ()
-    """Heads: `pretrained`, `pretrained:NAME` or folders. Several give rows `heads`, `heads:<folder name>`, ..."""
+    heads: Annotated[tuple[str, ...], OPTIONAL] = ()
+    """Heads: `pretrained`, `pretrained:NAME` or folders. Several give rows `heads`, `heads:<folder name>`, ...
+    Default: `pretrained` with the embedded base."""
     limit: int | None = None
     """Take only the first N prompts."""
     max_new_tokens: int = 128

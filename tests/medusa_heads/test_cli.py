@@ -7,17 +7,21 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from medusa_heads import cli
+from medusa_heads.arguments import OPTIONAL
+from train.config import parse_config
+from train.draft_model_config import parse_config as parse_draft_model_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
     """Prints its options."""
 
-    heads: tuple[str, ...] = ()
+    heads: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Several values."""
     num_rows: int = 1
     """One value."""
@@ -42,6 +46,15 @@ def test_a_list_given_twice_is_refused(capsys: pytest.CaptureFixture[str], twice
 def test_one_list_and_repeated_single_values_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "--heads", "a", "b", "--num-rows", "2", "--num_rows", "3"]) == 0
     assert capsys.readouterr().out == "a b 3\n"
+
+
+@pytest.mark.parametrize("command", [*cli.COMMANDS, "train", "train.draft_model"])
+def test_help_shows_no_empty_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse = {"train": parse_config, "train.draft_model": parse_draft_model_config}.get(command)
+    with pytest.raises(SystemExit):
+        parse(["--help"]) if parse else cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    assert "usage:" in shown and "(default: )" not in shown
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
