@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -50,10 +51,21 @@ class Step:
     rows: list[RowOutput]
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked batch. texts: its prompts; limits: the most new tokens of each row; rows: the answers, still empty."""
+
+    texts: list[list[int]]
+    limits: list[int]
+    rows: list[RowOutput]
+    target: Target
+
+
 class Generator:
     """Decoding of a base model with a drafter, greedy or sampled; the text has exactly the base model's own law.
 
     Hangs no state on the model, so several generators may share one; between calls only an adaptive drafter keeps what it has learnt.
+    The drafter knows one batch: a generator decodes one at a time.
     """
 
     def __init__(self, model: PreTrainedModel, drafter: Drafter | None = None, *, tokenizer: Any | None = None) -> None:
@@ -63,6 +75,7 @@ class Generator:
         self.layer_shapes = check_tree_support(model)
         self.max_length = base_model.max_length(model)
         self.num_tokens = len(cast(Tensor, model.get_input_embeddings().weight))
+        self.decoding = threading.Lock()  # held while a batch is decoded
 
     def generate(
         self,
@@ -105,6 +118,26 @@ class Generator:
             for row, run, stat in zip(rows, runs, stats, strict=True)
         ]
 
+    def prepare(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        eos_ids: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+        generation_config: GenerationConfig | None = None,
+        seed: int = 0,
+        verifier: VerifierChoice = "auto",
+    ) -> Request:
+        """Checks what `generate` takes, before any forward. Raises ValueError as it does."""
+        texts = self._checked(prompts)
+        limits = self._limits(texts, max_new_tokens, generation_config)
+        eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
+        stop = [*stop, *stop_strings(generation_config)]
+        rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
+        target = self._target(generation_config, texts, limits=limits, eos_ids=eos, seed=seed, verifier=verifier)
+        return Request(texts, limits, rows, target)
+
     @torch.inference_mode()
     def steps(
         self,
@@ -119,17 +152,34 @@ class Generator:
         stats: list[AcceptanceStats] | None = None,
         timer: StageTimer | None = None,
     ) -> Iterator[Step]:
-        """The decoding loop, one Step per base forward (the first is the prefill, which `timer` leaves out)."""
-        timer = timer or NoTimer()
-        texts = self._checked(prompts)
-        limits = self._limits(texts, max_new_tokens, generation_config)
-        eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
-        stop = [*stop, *stop_strings(generation_config)]
-        rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
-        stats = stats if stats is not None else [AcceptanceStats() for _ in rows]
+        """Decodes as `generate` does, one Step per base forward (the first is the prefill, which `timer` leaves out).
 
-        target = self._target(generation_config, texts, limits=limits, eos_ids=eos, seed=seed, verifier=verifier)
-        cache = self._new_cache(texts, max(limits))
+        Raises ValueError as `generate` does, and while another iterator of this generator is neither at its end nor closed.
+        """
+        request = self.prepare(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            eos_ids=eos_ids,
+            stop=stop,
+            generation_config=generation_config,
+            seed=seed,
+            verifier=verifier,
+        )
+        stats = stats if stats is not None else [AcceptanceStats() for _ in request.rows]
+        if not self.decoding.acquire(blocking=False):
+            raise ValueError(
+                "this Generator is still decoding another batch: go to the end of its steps() or close() them first, "
+                "or make a second Generator, with a drafter of its own, on the same model"
+            )
+        try:
+            yield from self._decode(request, stats, timer or NoTimer())
+        finally:
+            self.decoding.release()
+
+    def _decode(self, request: Request, stats: list[AcceptanceStats], timer: StageTimer) -> Iterator[Step]:
+        """The decoding loop."""
+        texts, rows, target = request.texts, request.rows, request.target
+        cache = self._new_cache(texts, max(request.limits))
         self.drafter.start(texts)
         if target.draft_sampling is not None:
             self.drafter.sample(target.draft_sampling)

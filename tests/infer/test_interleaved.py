@@ -29,10 +29,10 @@ Request = Callable[[], Iterator[Step]]
 def requests(model: PreTrainedModel) -> list[Request]:
     """Greedy and sampled batches of several sizes, with every kind of drafter, all on `model`."""
     heads = random_heads(model)
-    beam = Generator(model, HeadsDrafter(model, heads, BeamTree(8)))
+    drafter = HeadsDrafter(model, heads, BeamTree(8))
     generators = [
-        beam,
-        beam,  # heads keep nothing between steps, so one generator may serve two requests at once
+        Generator(model, drafter),
+        Generator(model, drafter),  # heads keep nothing between greedy steps, so they may serve two requests at once
         Generator(model, HeadsDrafter(model, heads, chain(3))),
         Generator(model, PromptLookupDrafter(max_ngram=1)),
         Generator(model, SuffixDrafter(min_match=1)),
@@ -78,7 +78,31 @@ def test_an_abandoned_request_leaves_nothing_behind() -> None:
     for request in together:
         steps = request()
         next(steps), next(steps)  # and no more
+    del steps
     assert [answers(request()) for request in together] == alone
+
+
+def test_one_generator_decodes_one_batch_at_a_time() -> None:
+    """A second batch is refused while the first is between steps, which goes on undisturbed, and taken once that has ended."""
+    model = tiny_model("llama")
+    generator = Generator(model, HeadsDrafter(model, random_heads(model), chain(3)))
+
+    def request(index: int) -> Iterator[Step]:
+        texts = prompts((11, 4)[: 1 + index], seed=index)
+        return generator.steps(texts, max_new_tokens=NEW, eos_ids=(), generation_config=SAMPLED, verifier="block", seed=index)
+
+    alone = [answers(request(0)), answers(request(1))]
+    first, second = request(0), request(1)
+    next(first)
+    with pytest.raises(ValueError, match=r"still decoding another batch: go to the end of its steps\(\) or close\(\) them"):
+        next(second)
+    assert answers(first) == alone[0] and answers(request(1)) == alone[1]
+    closed = request(0)
+    next(closed)
+    closed.close()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
+        generator.generate([[]])
+    assert answers(request(1)) == alone[1]
 
 
 def test_threads_on_one_model() -> None:
