@@ -149,6 +149,8 @@ class Chat(SamplingOptions):
         self.warn()
         generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
         messages = system_message(self.system)
+        # What no message can mend is told before the first one.
+        generator.prepare([encode_chat(tokenizer, [*messages, {"role": "user", "content": "Hello"}])], **self._settings())
         if sys.stdin.isatty():
             print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)
         while (line := read_line()) is not None and line.strip() != "/quit":
@@ -158,19 +160,20 @@ class Chat(SamplingOptions):
             elif line.strip():
                 messages = self._turn(generator, tokenizer, messages, line)
 
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "stop": self.stop,
+            "generation_config": self.generation_config(),
+            "seed": self.seed,
+            "verifier": self.verifier,
+        }
+
     def _turn(self, generator: Generator, tokenizer: Any, messages: list[dict[str, str]], line: str) -> list[dict[str, str]]:
         """Answers one message. Returns the conversation so far, unchanged where the message does not fit."""
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = stream(
-                generator,
-                encode_chat(tokenizer, asked),
-                max_new_tokens=self.max_new_tokens,
-                stop=self.stop,
-                generation_config=self.generation_config(),
-                seed=self.seed,
-                verifier=self.verifier,
-            )
+            answer = stream(generator, encode_chat(tokenizer, asked), **self._settings())
         except ValueError as error:
             print(f"error: {error} (/reset begins a new conversation)", file=sys.stderr)
             return messages

@@ -172,6 +172,32 @@ def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureF
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tree", "static:2", "--temperature", "1", "--verifier", "block"], "--verifier block is for chains"),
+        (["--tree", "static:2", "--temperature", "inf"], "--temperature inf: give a finite number"),
+        (["--tree", "beam:4", "--stop", ""], "a stop string is empty"),
+        (["--tree", "beam:4", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--tree", "beam:4", "--system", "x " * 600], "the model's context ends at 512"),
+    ],
+)
+def test_chat_tells_before_the_first_turn_what_no_message_can_mend(
+    folders: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
+) -> None:
+    heads = load_heads(folders[1], MODEL).heads
+    save_heads(heads, tmp_path / "heads", card="", measured={"static_nodes": {"0": 0.5, "1": 0.2}, "acceptance_length": {}})
+    monkeypatch.setattr(commands, "read_line", lambda: pytest.fail("no message is to be read"))
+    assert main(["chat", "--base", folders[0], "--heads", str(tmp_path / "heads"), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat"]])
 @pytest.mark.parametrize(
     ("options", "message"),
