@@ -29,6 +29,7 @@ from medusa_heads.versions import versions
 PRETRAINED_DIR = Path(__file__).parent / "pretrained"
 RECOMMENDED = "medusa"
 VOCABULARY_FILE = "draft_vocabulary.json"
+REMEASURE = "copy the checkpoint again, or delete this file and let `medusa-heads tree` measure anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +111,16 @@ def _read_measured(folder: Path) -> tuple[dict[tuple[int, ...], float], dict[int
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
+        raise ValueError(f"{path} is not valid JSON ({error}): {REMEASURE}") from None
     try:
-        nodes = {path_from_name(name): _number(share) for name, share in found.get("static_nodes", {}).items()}
-        return nodes, {int(n): _number(tau) for n, tau in found.get("acceptance_length", {}).items()}
-    except (TypeError, ValueError, AttributeError):
+        nodes = {path_from_name(name): _number(share, least=0, most=1) for name, share in found.get("static_nodes", {}).items()}
+        acceptance = {int(n): _number(tau, least=1, most=int(n) + 1) for n, tau in found["acceptance_length"].items()}
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
-            f"{path} is damaged: expected `static_nodes`, a number per rank path such as `0,2`, and `acceptance_length`, "
-            "a number per count of nodes; copy the checkpoint again"
+            f"{path} is damaged ({error}): expected `static_nodes`, a share of 0 to 1 per rank path such as `0,2`, and "
+            f"`acceptance_length`, 1 or more per count of nodes; {REMEASURE}"
         ) from None
+    return nodes, acceptance
 
 
 def path_name(path: tuple[int, ...]) -> str:
@@ -130,9 +132,9 @@ def path_from_name(name: str) -> tuple[int, ...]:
     return tuple(map(int, name.split(",")))
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is not a number")
+def _number(value: Any, *, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:  # NaN is no such number either
+        raise ValueError(f"{value!r} is no number between {least} and {most}")
     return float(value)
 
 

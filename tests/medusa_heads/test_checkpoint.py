@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,11 +124,14 @@ def test_missing_and_broken_files_are_refused(folder: Path) -> None:
         *([], 3, None, {"static_nodes": 0.5}, {"static_nodes": [0.5]}, {"static_nodes": {"0": "high"}}, {"static_nodes": {"zero": 0.5}}),
         *({"acceptance_length": [1.5]}, {"acceptance_length": {"many": 1.5}}, {"acceptance_length": {"16": [1.5]}}),
         *({"acceptance_length": {"16": "1.5"}}, {"acceptance_length": {"16": True}}),
+        *({"acceptance_length": {"16": length}} for length in (0, 0.5, -1.5, 18, math.nan, math.inf)),
+        *({"acceptance_length": {"-3": 1.5}}, {"acceptance_length": {}, "static_nodes": {"0": -0.5}}, {}, {"static_nodes": {"0": 0.5}}),
+        *({"acceptance_length": {}, "static_nodes": {"0": share}} for share in (1.5, math.nan)),
     ],
 )
 def test_measurements_of_another_shape_are_refused(folder: Path, content: object) -> None:
     (folder / "trees" / "measured.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"measured.json is damaged: expected `static_nodes`"):
+    with pytest.raises(ValueError, match=r"measured.json is damaged \(.*\): expected `static_nodes`.*`medusa-heads tree` measure anew"):
         load_heads(folder, tiny_model("llama"))
 
 
