@@ -76,6 +76,7 @@ def run(config: TrainConfig) -> Path:
     import torch
     from accelerate.utils import set_seed
 
+    from train import zero
     from train.acceptance import make_validation
     from train.headed_model import HeadedModel
     from train.objectives import Objective
@@ -91,6 +92,10 @@ def run(config: TrainConfig) -> Path:
 
         make_model, trainer_type = tuned_model(config), Medusa2Trainer
     dtype = pick_precision(config.base_dtype)
+    if config.lora_rank:
+        zero.refuse("lora_rank: an adapter does not train")
+    if dtype == "float16":
+        zero.refuse("base_dtype: float16, which needs losses to be scaled, does not train")
     accelerator = make_accelerator(dtype, config.log_with, output)
     set_seed(config.seed)
     model, tokenizer = base_model.load_base(
@@ -144,11 +149,13 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    from train.sharding import refuse_deepspeed, start_sharding
+    from train import zero
+    from train.sharding import start_sharding
 
-    refuse_deepspeed()
+    if zero.is_asked_for():
+        zero.check_installed()
     accelerator = Accelerator(
-        mixed_precision=MIXED_PRECISION[dtype],
+        mixed_precision="no" if zero.is_asked_for() else MIXED_PRECISION[dtype],  # its engine would turn the heads' weights to it
         log_with=None if log_with == "none" else log_with,
         project_dir=str(output),
         step_scheduler_with_optimizer=False,

@@ -49,8 +49,10 @@ def run(config: DraftModelConfig) -> Path:
     from train.draft_model_loss import DistilledModel
     from train.draft_model_trainer import DraftModelTrainer
     from train.packing import PackedDataset
+    from train import zero
     from train.sharding import is_sharded
 
+    zero.refuse("a draft model does not train")
     dtype = pick_precision(config.base_dtype)
     accelerator = make_accelerator(dtype, config.log_with, output)
     if is_sharded(accelerator):

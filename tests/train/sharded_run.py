@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from tests.tiny_models import tiny_model
 from tests.train import medusa2_runs
 from tests.train.training_runs import PACK_LENGTH, make_trainer, rows
+from train import zero
 from train.__main__ import main as train
 from train.acceptance import Validation, decode
 from train.history import read_history
 from train.packing import PackedDataset
 from train.run_state import checkpoint_folder
-from train.sharding import in_lock_step, start_sharding
+from train.sharding import in_lock_step, start_sharding, whole
 from train.trainer import Trainer
 
 ROWS = 8  # in an optimizer step, over all processes
@@ -100,19 +101,23 @@ RUNS: dict[str, Callable[[Path, int], Any]] = {
 
 
 def share(weight: Tensor) -> float:
-    """The part of a weight that this process holds."""
+    """The part of a weight that this process holds; padding included."""
+    if hasattr(weight, "ds_tensor"):  # ZeRO-3
+        return weight.ds_tensor.numel() / weight.ds_numel if weight.numel() == 0 else 1.0
     return weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in trainer.headed.base.named_parameters()}
-    return {
-        "losses": trainer.losses,  # type: ignore[attr-defined]
-        "heads": {name: p.detach().clone() for name, p in trainer.heads.named_parameters()},
-        "base_unchanged": all(torch.equal(whole[name], weight) for name, weight in tiny_model("llama").named_parameters()),
-        "num_processes": trainer.accelerator.num_processes,
-        "distributed_type": trainer.accelerator.distributed_type.value,
-    }
+    with whole(trainer.accelerator, trainer.headed):
+        base = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in trainer.headed.base.named_parameters()}
+        return {
+            "losses": trainer.losses,  # type: ignore[attr-defined]
+            "heads": {name: p.detach().clone() for name, p in trainer.heads.named_parameters()},
+            "base_unchanged": all(torch.equal(base[name], weight) for name, weight in tiny_model("llama").named_parameters()),
+            "num_processes": trainer.accelerator.num_processes,
+            "distributed_type": trainer.accelerator.distributed_type.value,
+            "zero_stage": zero.stage(trainer.accelerator),
+        }
 
 
 def main(out: str, folder: str, *options: str) -> int:
