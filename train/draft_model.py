@@ -46,10 +46,10 @@ def run(config: DraftModelConfig) -> Path:
     from accelerate.utils import set_seed
 
     from medusa_heads.first_layers import copy_first_layers
+    from train import zero
     from train.draft_model_loss import DistilledModel
     from train.draft_model_trainer import DraftModelTrainer
     from train.packing import PackedDataset
-    from train import zero
     from train.sharding import is_sharded
 
     zero.refuse("a draft model does not train")

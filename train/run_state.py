@@ -75,9 +75,8 @@ def save_checkpoint(
 ) -> None:
     """Writes checkpoints/step-<step> and deletes all but the newest `keep` up to it, and the best one as each of these knows it.
 
-    state: `heads` and `optimizer`, the state of each. Later ones are deleted too: the run went back to an earlier one because they are
-    damaged. Raises
-    ValueError when it cannot be written; nothing is deleted then.
+    state: `heads` and `optimizer`, the state of each. Later checkpoints are deleted too: the run went back to an earlier one because
+    they are damaged. Raises ValueError when it cannot be written; nothing is deleted then.
     """
     written = checkpoint_folder(output_dir, step)
     try:

@@ -52,8 +52,11 @@ def stage(accelerator: Accelerator) -> int:
 
 def start(accelerator: Accelerator) -> None:
     """Sees to it that DeepSpeed happens where the launcher asked for it. Raises ValueError for settings that do not work here."""
+    import deepspeed
+
     state = accelerator.state
     if state.distributed_type == DistributedType.MULTI_CPU:  # where accelerate passes over it without a word
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; the operation would have to be compiled
         PartialState().distributed_type = state.distributed_type = DistributedType.DEEPSPEED
         plugin = DeepSpeedPlugin()
         plugin.set_mixed_precision("no")
