@@ -89,6 +89,7 @@ def share_out(accelerator: Accelerator, model: HeadedModel, *, batch_size: int, 
 
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     settings.pop("train_batch_size", None)
+    settings["zero_optimization"]["reduce_bucket_size"] = sum(parameter.numel() for parameter in model.heads.parameters())
     settings |= {
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": 1,  # of losses that need no further division
@@ -152,12 +153,12 @@ class ZeroOptimizer:
             safe_set_full_fp32_param(parameter, parameter.detach())
             for name in MOMENTS:
                 safe_set_full_optimizer_state(parameter, saved["state"][index][name].to(parameter.device), name)
-        self._set_steps(saved["state"][0]["step"])
+        self._set_steps(float(saved["state"][0]["step"]))
 
     def _steps(self) -> list[Tensor]:
         return [state["step"] for state in self.engine.basic_optimizer.state.values()]
 
-    def _set_steps(self, number: float | Tensor) -> None:
+    def _set_steps(self, number: float) -> None:
         for step in self._steps():
             step.fill_(number)
 
