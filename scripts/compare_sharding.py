@@ -2,6 +2,7 @@
 
     python scripts/compare_sharding.py --num-gpus 2 --data answers.jsonl.gz
     python scripts/compare_sharding.py --num-gpus 2 --base twin --strategies single fsdp2 --batch-size 16 --steps 20
+    python scripts/compare_sharding.py --num-gpus 2 --strategies single zero2 zero3
 
 Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU. The first strategy runs twice: with as many
 micro-batches a step as the others have processes, so that all see the same rows at every step, which is what losses are compared
@@ -36,6 +37,7 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 ALONE = "alone"  # the run that speeds are compared with
 WORKER = "worker"  # the first argument of the processes that this script starts
 LOG_EVERY = 5
+ZERO_STAGES = {"zero2": 2, "zero3": 3}
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
 
 
@@ -45,8 +47,8 @@ class CompareSharding:
 
     num_gpus: int = 2
     """GPUs, or CPU processes, of every run but the one on a single GPU."""
-    strategies: list[Literal["single", "ddp", "fsdp2"]] = field(default_factory=lambda: ["single", "ddp", "fsdp2"])
-    """Which to run; the first is what the others are compared with."""
+    strategies: list[Literal["single", "ddp", "fsdp2", "zero2", "zero3"]] = field(default_factory=lambda: ["single", "ddp", "fsdp2"])
+    """Which to run; the first is what the others are compared with. zero2 and zero3 need DeepSpeed."""
     base: str = "embedded"
     """Base model."""
     data: list[str] = field(default_factory=list)
@@ -131,9 +133,12 @@ def launch_on_gpus(strategy: str, num_processes: int, environment: dict[str, str
 
 
 def launch_on_cpus(strategy: str, num_processes: int, environment: dict[str, str]) -> list[str]:
-    """accelerate's own launcher starts one process there, and passes over FSDP."""
+    """accelerate's own launcher starts one process there, and passes over FSDP; but for DeepSpeed."""
     environment["ACCELERATE_USE_CPU"] = "true"
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if strategy in ZERO_STAGES:
+        environment["DS_ACCELERATOR"] = "cpu"
+        return launch_on_gpus(strategy, num_processes, environment)
     if fsdp := yaml.safe_load((CONFIGS / f"{strategy}.yaml").read_text()).get("fsdp_config"):
         environment |= {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(value) for key, value in fsdp.items()}
     return ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
@@ -142,6 +147,7 @@ def launch_on_cpus(strategy: str, num_processes: int, environment: dict[str, str
 def work(peak: str, *arguments: str) -> None:
     """One process of a run: `python -m train`, and then what strategy it ran under and how much memory it took at most."""
     from accelerate import PartialState
+    from accelerate.state import AcceleratorState
 
     from train.__main__ import run
     from train.config import parse_config
@@ -151,18 +157,21 @@ def work(peak: str, *arguments: str) -> None:
     most = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     state = PartialState()
     kind = state.distributed_type.value
+    if kind == "DEEPSPEED":
+        kind += f"-{AcceleratorState().deepspeed_plugin.deepspeed_config['zero_optimization']['stage']}"
     Path(f"{peak}.{state.process_index}").write_text(json.dumps({"kind": kind, "num_processes": state.num_processes, "bytes": most}))
 
 
 def report(folder: Path, strategy: str, reference: str) -> dict[str, Any]:
     """What a strategy came to, beside the reference."""
     processes = [json.loads(path.read_text()) for path in folder.glob(f"{strategy}.peak.*")]
-    assert (processes[0]["kind"] == "FSDP") == (strategy == "fsdp2"), f"{strategy} ran as {processes[0]['kind']}"
+    kind, sharded = processes[0]["kind"], {"fsdp2": "FSDP"} | {name: f"DEEPSPEED-{stage}" for name, stage in ZERO_STAGES.items()}
+    assert kind == sharded[strategy] if strategy in sharded else kind not in sharded.values(), f"{strategy} ran as {kind}"
     losses, of_reference = ([row["loss"] for row in logged(folder / name)] for name in (strategy, reference))
     heads, expected = (load_file(folder / name / "model.safetensors") for name in (strategy, reference))
     return {
         "strategy": strategy,
-        "ran_as": processes[0]["kind"],
+        "ran_as": kind,
         "num_gpus": processes[0]["num_processes"],
         "response_tokens_per_second": speed(logged(folder / strategy)),
         "speed_up": speed(logged(folder / strategy)) / speed(logged(folder / ALONE)),

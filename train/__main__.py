@@ -71,12 +71,12 @@ def run(config: TrainConfig) -> Path:
     output = Path(config.output_dir)
     lock = claim_output(output, config)
     check_tracker(config.log_with)
+    check_deepspeed(config)
     rows, validation_rows, counts = prepare_data(config)  # before the process group starts: no time-out can hit it
 
     import torch
     from accelerate.utils import set_seed
 
-    from train import zero
     from train.acceptance import make_validation
     from train.headed_model import HeadedModel
     from train.objectives import Objective
@@ -92,10 +92,6 @@ def run(config: TrainConfig) -> Path:
 
         make_model, trainer_type = tuned_model(config), Medusa2Trainer
     dtype = pick_precision(config.base_dtype)
-    if config.lora_rank:
-        zero.refuse("lora_rank: an adapter does not train")
-    if dtype == "float16":
-        zero.refuse("base_dtype: float16, which needs losses to be scaled, does not train")
     accelerator = make_accelerator(dtype, config.log_with, output)
     set_seed(config.seed)
     model, tokenizer = base_model.load_base(
@@ -152,8 +148,6 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     from train import zero
     from train.sharding import start_sharding
 
-    if zero.is_asked_for():
-        zero.check_installed()
     accelerator = Accelerator(
         mixed_precision="no" if zero.is_asked_for() else MIXED_PRECISION[dtype],  # its engine would turn the heads' weights to it
         log_with=None if log_with == "none" else log_with,
@@ -238,6 +232,17 @@ def check_tracker(name: str) -> None:
 
     if name != "none" and importlib.util.find_spec(name) is None:
         raise ValueError(f"--log-with {name}: the package is not installed; pip install 'medusa-heads[{name}]', or use --log-with none")
+
+
+def check_deepspeed(config: TrainConfig) -> None:
+    """Refuses, where the launcher asked for DeepSpeed, what does not work with it, before any work."""
+    from train import zero
+
+    zero.check_installed()
+    if config.lora_rank:
+        zero.refuse("lora_rank: an adapter does not train")
+    if pick_precision(config.base_dtype) == "float16":
+        zero.refuse("base_dtype: float16, which needs losses to be scaled, does not train")
 
 
 def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:

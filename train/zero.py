@@ -31,8 +31,8 @@ def is_asked_for() -> bool:
 
 
 def check_installed() -> None:
-    """Raises ValueError naming the extra."""
-    if importlib.util.find_spec("deepspeed") is None:
+    """Raises ValueError naming the extra, where the launcher asked for DeepSpeed."""
+    if is_asked_for() and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             "DeepSpeed is not installed; pip install 'medusa-heads[deepspeed]', or launch with configs/accelerate/fsdp2.yaml, which "
             "shards the base too, or ddp.yaml"
