@@ -17,6 +17,7 @@ from typing import Any
 from medusa_heads import base_model
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
+from train import zero
 from train.__main__ import check_tracker, claim_output, make_accelerator, pick_precision, prepare_data
 from train.draft_model_config import DraftModelConfig, parse_config
 
@@ -41,18 +42,17 @@ def run(config: DraftModelConfig) -> Path:
         raise ValueError(f"--output-dir {output} already holds a finished model: choose another folder, or pass --overwrite to replace it")
     lock = claim_output(output, config.as_heads_run())
     check_tracker(config.log_with)
+    zero.refuse("a draft model does not train")
     rows, validation_rows, counts = prepare_data(config.as_heads_run())  # before the process group starts: no time-out can hit it
 
     from accelerate.utils import set_seed
 
     from medusa_heads.first_layers import copy_first_layers
-    from train import zero
     from train.draft_model_loss import DistilledModel
     from train.draft_model_trainer import DraftModelTrainer
     from train.packing import PackedDataset
     from train.sharding import is_sharded
 
-    zero.refuse("a draft model does not train")
     dtype = pick_precision(config.base_dtype)
     accelerator = make_accelerator(dtype, config.log_with, output)
     if is_sharded(accelerator):

@@ -62,7 +62,7 @@ def test_speed_leaves_the_first_third_out() -> None:
 
 
 def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
-    for name, kind in ((compare_sharding.ALONE, "NO"), ("single", "NO"), ("fsdp2", "MULTI_CPU")):
+    for name, kind in ((compare_sharding.ALONE, "NO"), ("single", "NO"), ("fsdp2", "MULTI_CPU"), ("zero3", "DEEPSPEED-2")):
         (tmp_path / name).mkdir()
         (tmp_path / f"{name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
         rows = [{"step": step, "loss": 1.0, "response_tokens_per_second": 1.0 + step} for step in (5, 10, 15)]
@@ -71,6 +71,8 @@ def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
     assert report(tmp_path, "single", "single")["ran_as"] == "NO"
     with pytest.raises(AssertionError, match="fsdp2 ran as MULTI_CPU"):
         report(tmp_path, "fsdp2", "single")
+    with pytest.raises(AssertionError, match="zero3 ran as DEEPSPEED-2"):
+        report(tmp_path, "zero3", "single")
 
 
 def test_cpu_processes_are_told_what_the_launcher_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +83,5 @@ def test_cpu_processes_are_told_what_the_launcher_would_tell(monkeypatch: pytest
     assert environment["ACCELERATE_USE_FSDP"] == "true"
     monkeypatch.setattr(os, "environ", os.environ | environment)
     check_settings(FullyShardedDataParallelPlugin())
+    command = launch_on_cpus("zero3", 2, environment)  # the launcher's own, whatever the device
+    assert environment["DS_ACCELERATOR"] == "cpu" and command[0] == "accelerate.commands.launch" and command[2].endswith("zero3.yaml")

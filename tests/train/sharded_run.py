@@ -1,7 +1,7 @@
 """Training runs with a sharded base, over gloo; in one process the same runs with a whole one.
 
 As a process: `python -m tests.train.sharded_run OUT FOLDER [options of python -m train]`, each rank of `torchrun`, under what the launcher
-sets for accelerate's FSDP2. The last run is the whole program with these options.
+sets for accelerate's FSDP2 or DeepSpeed. The last run is the whole program with these options.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plain(folder: Path, num_processes: int, own_lm_head: bool = False) -> dict[s
     trainer = make_trainer(folder, own_lm_head=own_lm_head, objective="kl", seed_heads=0, max_grad_norm=0.05, num_layers=2, **sizes)
     shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
     trainer.train()
-    return outcome(trainer) | {"shares": shares}
+    return outcome(trainer) | {"shares": shares, "moments": num_moments(trainer)}
 
 
 def validated(folder: Path, num_processes: int) -> dict[str, Any]:
@@ -107,6 +107,12 @@ def share(weight: Tensor) -> float:
     return weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
 
 
+def num_moments(trainer: Trainer) -> int:
+    """How many weights this process holds AdamW's first moment of."""
+    optimizer = trainer.optimizer.engine.basic_optimizer if zero.stage(trainer.accelerator) else trainer.optimizer.optimizer
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
 def outcome(trainer: Trainer) -> dict[str, Any]:
     with whole(trainer.accelerator, trainer.headed):
         base = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in trainer.headed.base.named_parameters()}
@@ -124,7 +130,8 @@ def main(out: str, folder: str, *options: str) -> int:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     start_sharding(accelerator)
-    found = {name: run(Path(folder) / name, accelerator.num_processes) for name, run in RUNS.items()}
+    runs = {name: run for name, run in RUNS.items() if name != "tuned" or not zero.stage(accelerator)}
+    found = {name: run(Path(folder) / name, accelerator.num_processes) for name, run in runs.items()}
     torch.save(found, f"{out}.{accelerator.process_index}")
     return train(list(options))
 
