@@ -62,6 +62,8 @@ def start(accelerator: Accelerator) -> None:
         plugin.set_mixed_precision("no")
         plugin.select(_from_accelerator_state=True)
         state.deepspeed_plugins = plugin
+    if state.num_processes != int(os.environ.get("WORLD_SIZE", "1")):
+        raise ValueError("DeepSpeed: no GPU was found, and each process would train alone; on a CPU set ACCELERATE_USE_CPU=true")
     check_settings(state.deepspeed_plugin)
     base_model.load_whole()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -208,9 +210,9 @@ def kept_whole(accelerator: Accelerator, parameters: Iterable[nn.Parameter]) -> 
         coordinator._invalidate_trace()  # of the order of modules in a training step, which it would find different between processes
     with whole(parameters):
         for parameter in parameters:
-            parameter.is_external_param = True  # DeepSpeed's word for what a module does not let go
+            parameter.is_external_param = True  # type: ignore[attr-defined]  # DeepSpeed's word for what a module does not let go
         try:
             yield
         finally:
             for parameter in parameters:
-                parameter.is_external_param = False
+                parameter.is_external_param = False  # type: ignore[attr-defined]

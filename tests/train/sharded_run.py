@@ -83,7 +83,8 @@ def broken(folder: Path, num_processes: int) -> str:
     """What is said of a loss that is not a number."""
     trainer = make_trainer(folder, batch_size=ROWS // num_processes)
     with torch.no_grad():
-        trainer.headed.base.get_input_embeddings().weight.fill_(float("nan"))  # type: ignore[operator,union-attr]
+        weight: Tensor = trainer.headed.base.get_input_embeddings().weight  # type: ignore[operator,union-attr,assignment]
+        getattr(weight, "ds_tensor", weight).fill_(float("nan"))
     try:
         trainer.train()
     except ValueError as error:
@@ -103,7 +104,7 @@ RUNS: dict[str, Callable[[Path, int], Any]] = {
 def share(weight: Tensor) -> float:
     """The part of a weight that this process holds; padding included."""
     if hasattr(weight, "ds_tensor"):  # ZeRO-3
-        return weight.ds_tensor.numel() / weight.ds_numel if weight.numel() == 0 else 1.0
+        return weight.ds_tensor.numel() / weight.ds_numel if weight.numel() == 0 else 1.0  # type: ignore[attr-defined]
     return weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
 
 

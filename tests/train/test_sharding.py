@@ -21,7 +21,9 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataP
 from safetensors.torch import load_file
 
 from medusa_heads.checkpoint import load_heads
+from medusa_heads.fingerprint import weights_digest
 from medusa_heads.merge import merged_base
+from tests.tiny_models import tiny_model
 from tests.train import test_medusa2
 from tests.train.sharded_run import KILLED_AT, RUNS
 from tests.train.test_main import workspace  # noqa: F401
@@ -157,6 +159,9 @@ def options(workspace: Path, output: Path, num_processes: int) -> list[str]:  # 
     return test_medusa2.arguments(workspace, *more, "--output-dir", str(output), "--batch-size", str(4 // num_processes))
 
 
+IN_HALF = ("--lora-rank", "0", "--base-dtype", "bfloat16")  # under autocast; the heads stay float32
+
+
 @dataclass(frozen=True, slots=True)
 class TwoProcesses:
     """found: by process, the results of sharded_run.RUNS. folder: holds what the whole program was given, and `written` by it."""
@@ -192,7 +197,7 @@ def under_zero(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     pytest.importorskip("deepspeed")
     settings = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(request.param), "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "DS_ACCELERATOR": "cpu"}
     folder = tmp_path_factory.mktemp(f"zero{request.param}")
-    return start_two(folder, {"ACCELERATE_USE_DEEPSPEED": "true"} | settings, "--lora-rank", "0")
+    return start_two(folder, {"ACCELERATE_USE_DEEPSPEED": "true"} | settings, *IN_HALF)
 
 
 def assert_same_run(first: dict[str, Any], second: dict[str, Any], alone: dict[str, Any], weights: str, kind: str = "FSDP") -> None:
@@ -303,6 +308,16 @@ def test_zero_names_a_broken_loss_and_writes_heads_whole(under_zero: TwoProcesse
     said = under_zero.of("broken")
     assert all("not finite at step 1, in" in text and "conversation-" in text for text in said) and said[0] != said[1]
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(under_zero.folder / "cache"))
-    assert main([*options(under_zero.folder, tmp_path, 1), "--lora-rank", "0"]) == 0
+    assert main([*options(under_zero.folder, tmp_path, 2), *IN_HALF, "--gradient-accumulation-steps", "2"]) == 0  # of the same sizes
     two, one = (load_file(folder / "model.safetensors") for folder in (under_zero.folder / "written", tmp_path))
+    assert two["weight"].dtype == torch.float32
     torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-5)
+
+
+def test_the_digest_of_a_zero3_base_is_of_its_share() -> None:
+    base = tiny_model("llama")
+    for weight in base.parameters():
+        weight.ds_tensor, weight.data = weight.detach().flatten().clone(), torch.empty(0)  # type: ignore[attr-defined]
+    before = weights_digest(base)
+    base.get_input_embeddings().weight.ds_tensor[3] += 1  # type: ignore[operator,union-attr,index]
+    assert weights_digest(base) != before
