@@ -238,7 +238,7 @@ def check_deepspeed(config: TrainConfig) -> None:
     """Refuses, where the launcher asked for DeepSpeed, what does not work with it, before any work."""
     from train import zero
 
-    zero.check_installed()
+    zero.check_possible()
     if config.lora_rank:
         zero.refuse("lora_rank: an adapter does not train")
     if pick_precision(config.base_dtype) == "float16":

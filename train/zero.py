@@ -30,9 +30,13 @@ def is_asked_for() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
-def check_installed() -> None:
-    """Raises ValueError naming the extra, where the launcher asked for DeepSpeed."""
-    if is_asked_for() and importlib.util.find_spec("deepspeed") is None:
+def check_possible() -> None:
+    """Raises ValueError where the launcher asked for DeepSpeed and it is not installed, or has no device."""
+    if not is_asked_for():
+        return
+    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() != "true" and not torch.accelerator.is_available():
+        raise ValueError("DeepSpeed: there is no GPU, and each process would train alone; on a CPU set ACCELERATE_USE_CPU=true")
+    if importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             "DeepSpeed is not installed; pip install 'medusa-heads[deepspeed]', or launch with configs/accelerate/fsdp2.yaml, which "
             "shards the base too, or ddp.yaml"
@@ -62,8 +66,6 @@ def start(accelerator: Accelerator) -> None:
         plugin.set_mixed_precision("no")
         plugin.select(_from_accelerator_state=True)
         state.deepspeed_plugins = plugin
-    if state.num_processes != int(os.environ.get("WORLD_SIZE", "1")):
-        raise ValueError("DeepSpeed: no GPU was found, and each process would train alone; on a CPU set ACCELERATE_USE_CPU=true")
     check_settings(state.deepspeed_plugin)
     base_model.load_whole()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

@@ -113,6 +113,7 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as accelerate's launcher does
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setattr("train.__main__.prepare_data", lambda config: pytest.fail("too late"))
     monkeypatch.setattr("train.draft_model.prepare_data", lambda config: pytest.fail("too late"))
 
@@ -122,6 +123,8 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_work(
         assert program([*files, *sizes, *more]) == 2
         return capsys.readouterr().err.strip()
 
+    assert said(main).startswith("error: DeepSpeed: there is no GPU")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     found = {"deepspeed": False}
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: found[name] or None if name in found else real(name, *rest))
