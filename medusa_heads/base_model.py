@@ -497,6 +497,13 @@ def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: weight for name, weight in model.named_parameters() if ".lora_" not in name}
 
 
+def load_whole() -> None:
+    """Keeps transformers from sharing out weights as it loads them, which it does where it knows of DeepSpeed's ZeRO-3."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+
+
 def quiet_transformers() -> None:
     """Keeps transformers' progress bars and advice out of our own output."""
     import transformers

@@ -71,7 +71,7 @@ def weights_digest(model: PreTrainedModel) -> int:
     """
     total = 0
     for index, (_, weight) in enumerate(sorted(base_model.weight_tensors(model).items())):
-        share = weight.to_local() if isinstance(weight, DTensor) else weight
+        share = weight.to_local() if isinstance(weight, DTensor) else getattr(weight, "ds_tensor", weight)  # FSDP2, ZeRO-3
         flat = share.detach().contiguous().view(-1).view(torch.uint8)
         words = flat[: flat.numel() // 4 * 4].view(torch.int32)
         for start in range(0, words.numel(), 1 << 24):

@@ -2,6 +2,7 @@
 
     python scripts/compare_sharding.py --num-gpus 2 4 --data answers.jsonl.gz
     python scripts/compare_sharding.py --num-gpus 2 --base twin --strategies single fsdp2 --batch-size 16 --steps 20
+    python scripts/compare_sharding.py --num-gpus 2 --strategies single zero2 zero3
 
 Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU. For every number of GPUs a single one runs
 with as many micro-batches a step, so that all see the same rows at every step, which is what losses are compared with; once, it runs
@@ -35,8 +36,9 @@ from train.history import FILE_NAME, read_history
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 WORKER = "worker"  # the first argument of the processes that this script starts
-LOG_EVERY = 5
-Strategy = Literal["single", "ddp", "fsdp2"]
+LOG_EVERY = 20  # as in configs/train: to log, the host waits for the device
+Strategy = Literal["single", "ddp", "fsdp2", "zero2", "zero3"]
+ZERO_STAGES = {"zero2": 2, "zero3": 3}
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
 
 
@@ -47,7 +49,7 @@ class CompareSharding:
     num_gpus: list[int] = field(default_factory=lambda: [2])
     """GPUs, or CPU processes, of every run but those on a single GPU; several numbers: one comparison for each."""
     strategies: list[Strategy] = field(default_factory=lambda: ["single", "ddp", "fsdp2"])
-    """Which to run; the first is what the others are compared with."""
+    """Which to run; the first is what the others are compared with. zero2 and zero3 need DeepSpeed."""
     base: str = "embedded"
     """Base model."""
     data: Annotated[list[str], OPTIONAL] = field(default_factory=list)
@@ -58,7 +60,7 @@ class CompareSharding:
     """Tokens in a packed row."""
     num_heads: int = 4
     """K."""
-    steps: int = 60
+    steps: int = 120
     """Optimizer steps of each run, at least 2; the first third is not timed."""
     options: str = ""
     """Further options of python -m train, as --options="--base-dtype float32"."""
@@ -146,9 +148,12 @@ def launch_on_gpus(strategy: str, num_processes: int, environment: dict[str, str
 
 
 def launch_on_cpus(strategy: str, num_processes: int, environment: dict[str, str]) -> list[str]:
-    """accelerate's own launcher starts one process there, and passes over FSDP."""
+    """accelerate's own launcher starts one process there, and passes over FSDP; but for DeepSpeed."""
     environment["ACCELERATE_USE_CPU"] = "true"
     environment.setdefault("OMP_NUM_THREADS", "1")
+    if strategy in ZERO_STAGES:
+        environment["DS_ACCELERATOR"] = "cpu"
+        return launch_on_gpus(strategy, num_processes, environment)
     if fsdp := yaml.safe_load((CONFIGS / f"{strategy}.yaml").read_text()).get("fsdp_config"):
         environment |= {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(value) for key, value in fsdp.items()}
     return ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
@@ -157,6 +162,7 @@ def launch_on_cpus(strategy: str, num_processes: int, environment: dict[str, str
 def work(peak: str, *arguments: str) -> None:
     """One process of a run: `python -m train`, and then what strategy it ran under and how much memory it took at most."""
     from accelerate import PartialState
+    from accelerate.state import AcceleratorState
 
     from train.__main__ import run
     from train.config import parse_config
@@ -166,18 +172,21 @@ def work(peak: str, *arguments: str) -> None:
     most = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     state = PartialState()
     kind = state.distributed_type.value
+    if kind == "DEEPSPEED":
+        kind += f"-{AcceleratorState().deepspeed_plugin.deepspeed_config['zero_optimization']['stage']}"
     Path(f"{peak}.{state.process_index}").write_text(json.dumps({"kind": kind, "num_processes": state.num_processes, "bytes": most}))
 
 
 def report(folder: Path, run: Run, *, reference: Run, alone: Run) -> dict[str, Any]:
     """What a run came to: its losses and heads beside the reference's, its speed beside that of one GPU alone."""
     processes = [json.loads(path.read_text()) for path in folder.glob(f"{run.name}.peak.*")]
-    assert (processes[0]["kind"] == "FSDP") == (run.strategy == "fsdp2"), f"{run.strategy} ran as {processes[0]['kind']}"
+    kind, sharded = processes[0]["kind"], {"fsdp2": "FSDP"} | {name: f"DEEPSPEED-{stage}" for name, stage in ZERO_STAGES.items()}
+    assert kind == sharded[run.strategy] if run.strategy in sharded else kind not in sharded.values(), f"{run.strategy} ran as {kind}"
     losses, of_reference = ([row["loss"] for row in logged(folder / name)] for name in (run.name, reference.name))
     heads, expected = (load_file(folder / name / "model.safetensors") for name in (run.name, reference.name))
     return {
         "strategy": run.strategy,
-        "ran_as": processes[0]["kind"],
+        "ran_as": kind,
         "num_gpus": processes[0]["num_processes"],
         "micro_batches": run.micro_batches,
         "response_tokens_per_second": speed(logged(folder / run.name)),

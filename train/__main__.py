@@ -71,6 +71,7 @@ def run(config: TrainConfig) -> Path:
     output = Path(config.output_dir)
     lock = claim_output(output, config)
     check_tracker(config.log_with)
+    check_deepspeed(config)
     rows, validation_rows, counts = prepare_data(config)  # before the process group starts: no time-out can hit it
 
     import torch
@@ -144,11 +145,11 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    from train.sharding import refuse_deepspeed, start_sharding
+    from train import zero
+    from train.sharding import start_sharding
 
-    refuse_deepspeed()
     accelerator = Accelerator(
-        mixed_precision=MIXED_PRECISION[dtype],
+        mixed_precision="no" if zero.is_asked_for() else MIXED_PRECISION[dtype],  # its engine would turn the heads' weights to it
         log_with=None if log_with == "none" else log_with,
         project_dir=str(output),
         step_scheduler_with_optimizer=False,
@@ -231,6 +232,17 @@ def check_tracker(name: str) -> None:
 
     if name != "none" and importlib.util.find_spec(name) is None:
         raise ValueError(f"--log-with {name}: the package is not installed; pip install 'medusa-heads[{name}]', or use --log-with none")
+
+
+def check_deepspeed(config: TrainConfig) -> None:
+    """Refuses, where the launcher asked for DeepSpeed, what does not work with it, before any work."""
+    from train import zero
+
+    zero.check_possible()
+    if config.lora_rank:
+        zero.refuse("lora_rank: an adapter does not train")
+    if pick_precision(config.base_dtype) == "float16":
+        zero.refuse("base_dtype: float16, which needs losses to be scaled, does not train")
 
 
 def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:

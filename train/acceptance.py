@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from infer.tree import Tree
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint
+from medusa_heads.heads import MedusaHeads
 from train.chat_turns import ChatTurns
 from train.config import TrainConfig
 from train.evaluate import measure
@@ -112,7 +112,7 @@ def decode(headed: HeadedModel, validation: Validation, *, part: int = 0, num_pa
     prompts = validation.prompts[part::num_parts]
     if not prompts:
         return total
-    heads = copy.deepcopy(headed.heads).to(model.dtype).eval()
+    heads = copy_heads(headed.heads).to(model.dtype).eval()
     drafter = HeadsDrafter(model, heads, pick_tree(validation.tree, headed), draft_vocabulary=headed.draft_vocabulary)
     generator = Generator(model, drafter)
     for start in range(0, len(prompts), BATCH_SIZE):
@@ -120,6 +120,13 @@ def decode(headed: HeadedModel, validation: Validation, *, part: int = 0, num_pa
         for answer in generator.generate(batch, max_new_tokens=MAX_NEW_TOKENS, eos_ids=validation.eos_ids):
             total += answer.stats
     return total
+
+
+def copy_heads(heads: MedusaHeads) -> MedusaHeads:
+    """By its weights: what a sharding strategy has hung on the module stays behind."""
+    copied = type(heads)(heads.config).to(heads.weight.device)
+    copied.load_state_dict(heads.state_dict())
+    return copied
 
 
 def expected_length(headed: HeadedModel, validation: Validation) -> float | None:

@@ -17,6 +17,7 @@ from typing import Any
 from medusa_heads import base_model
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
+from train import zero
 from train.__main__ import check_tracker, claim_output, make_accelerator, pick_precision, prepare_data
 from train.draft_model_config import DraftModelConfig, parse_config
 
@@ -41,6 +42,7 @@ def run(config: DraftModelConfig) -> Path:
         raise ValueError(f"--output-dir {output} already holds a finished model: choose another folder, or pass --overwrite to replace it")
     lock = claim_output(output, config.as_heads_run())
     check_tracker(config.log_with)
+    zero.refuse("a draft model does not train")
     rows, validation_rows, counts = prepare_data(config.as_heads_run())  # before the process group starts: no time-out can hit it
 
     from accelerate.utils import set_seed

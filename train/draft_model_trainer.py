@@ -107,7 +107,8 @@ class DraftModelTrainer:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             output, keep = Path(self.config.output_dir), self.config.keep_checkpoints
-            save_checkpoint(output, step, self.trained, self.optimizer.optimizer, self.identity(), keep)
+            state = {"heads": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}
+            save_checkpoint(output, step, state, self.identity(), keep)
 
     def _step(self, step: int, window: list[TrainBatch]) -> Tensor:
         """One optimizer step over an accumulation window: the mean KL over its supervised positions.

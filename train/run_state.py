@@ -67,8 +67,7 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 def save_checkpoint(
     output_dir: Path,
     step: int,
-    heads: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
     identity: dict[str, Any],
     keep: int,
     *,
@@ -76,13 +75,13 @@ def save_checkpoint(
 ) -> None:
     """Writes checkpoints/step-<step> and deletes all but the newest `keep` up to it, and the best one as each of these knows it.
 
-    Later ones are deleted too: the run went back to an earlier one because they are damaged. Raises
-    ValueError when it cannot be written; nothing is deleted then.
+    state: `heads` and `optimizer`, the state of each. Later checkpoints are deleted too: the run went back to an earlier one because
+    they are damaged. Raises ValueError when it cannot be written; nothing is deleted then.
     """
     written = checkpoint_folder(output_dir, step)
     try:
         with replacing_folder(written) as work:
-            _write_state({"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}, work / "state.pt")
+            _write_state(state, work / "state.pt")
             run = {"step": step, "identity": identity, "validations": validations.measured}
             (work / "run.json").write_text(json.dumps(run, indent=1))
     except ValueError as error:
@@ -149,7 +148,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ValueError(f"checkpoint {folder} is damaged ({reason})") from error
 
 
-def restore(checkpoint: Checkpoint, heads: nn.Module, optimizer: torch.optim.Optimizer, identity: dict[str, Any]) -> None:
+def restore(checkpoint: Checkpoint, heads: nn.Module, optimizer: Any, identity: dict[str, Any]) -> None:
     """Puts the checkpoint's state into heads and optimizer.
 
     Raises ValueError naming every part of the run that is not what the checkpoint was made with.

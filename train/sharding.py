@@ -1,14 +1,15 @@
-"""FSDP2, through accelerate: every process holds a share of the frozen base, and all of what trains.
+"""A base sharded over processes, through accelerate by FSDP2 or DeepSpeed (train/zero.py), and decoding with it in lock-step.
 
-Heads, and an adapter, are small beside a base that has to be sharded. Whole everywhere, they are measured, saved and resumed as under
-any other strategy; what that takes is the mean of their gradients, once a step.
+Under FSDP2 every process holds a share of the frozen base, and all of what trains. Heads, and an adapter, are small beside a base that
+has to be sharded. Whole everywhere, they are measured, saved and resumed as under any other strategy; what that takes is the mean of
+their gradients, once a step.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,35 +19,34 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from medusa_heads import base_model
-from train.batch import make_batch
+from train import zero
+from train.batch import TrainBatch, make_batch
 from train.headed_model import HeadedModel
 from train.packing import collate, empty_pack
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
+    return is_fsdp(accelerator) or zero.stage(accelerator) == 3
+
+
+def is_fsdp(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.FSDP
 
 
-def refuse_deepspeed() -> None:
-    """Raises ValueError where the launcher asked for DeepSpeed; before an Accelerator is made, which wants it installed."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise ValueError(
-            "training under DeepSpeed is not supported. Instead of ZeRO-3 launch with --config_file configs/accelerate/fsdp2.yaml, which "
-            "shards the base too; instead of ZeRO-2 with ddp.yaml: what that would shard, the optimizer state of the heads, is small"
-        )
-
-
 def start_sharding(accelerator: Accelerator) -> None:
-    """Sees to it that FSDP2 happens as this project needs it, where the launcher asked for it.
+    """Sees to it that FSDP2 or DeepSpeed happens as this project needs it, where the launcher asked for it.
 
-    Raises ValueError for settings of FSDP that do not work here.
+    Raises ValueError for settings of them that do not work here.
     """
+    if zero.is_asked_for():
+        zero.start(accelerator)
+        return
     state = accelerator.state
     asked_for = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked_for and state.distributed_type == DistributedType.MULTI_CPU:  # where accelerate passes over it without a word
         PartialState().distributed_type = state.distributed_type = DistributedType.FSDP
         state.fsdp_plugin = FullyShardedDataParallelPlugin()
-    if is_sharded(accelerator):
+    if is_fsdp(accelerator):
         check_settings(state.fsdp_plugin)
         state.fsdp_plugin.mixed_precision_policy = None  # the base keeps its type, heads their float32; autocast does the rest
 
@@ -74,13 +74,15 @@ def loading_device(accelerator: Accelerator, *, four_bit: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def share_out(accelerator: Accelerator, model: HeadedModel) -> None:
-    """Says what `prepare` is to shard: every layer of the base is a unit, the rest of the base another; what trains is none, and moves
-    to the device. To be called before the optimizer is made. Raises ValueError for a quantised base."""
-    if not is_sharded(accelerator):
-        return
-    if getattr(model.base.config, "quantization_config", None) is not None:
+def share_out(accelerator: Accelerator, model: HeadedModel, *, batch_size: int, max_grad_norm: float) -> None:
+    """Says what `prepare` is to shard: every layer of the base is a unit, the rest of the base another. What trains moves to the device,
+    and FSDP2 passes over it. To be called before the optimizer is made. Raises ValueError for a quantised base."""
+    if is_sharded(accelerator) and getattr(model.base.config, "quantization_config", None) is not None:
         raise ValueError("base: it is quantised, and packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml")
+    if zero.stage(accelerator):
+        zero.share_out(accelerator, model, batch_size=batch_size, max_grad_norm=max_grad_norm)
+    if not is_fsdp(accelerator):
+        return
     modules = [module for module in model.modules() if any(p.requires_grad for p in module.parameters(recurse=False))]
     for module in modules:
         module.to(accelerator.device)
@@ -89,13 +91,46 @@ def share_out(accelerator: Accelerator, model: HeadedModel) -> None:
     plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in base_model.decoder_layers(model.base)})
 
 
+def prepare(accelerator: Accelerator, model: HeadedModel, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """The model to be called, and what stands for the optimizer."""
+    if zero.stage(accelerator):
+        return zero.prepare(accelerator, model, optimizer, _nothing(model))
+    return accelerator.prepare(model, optimizer)
+
+
+def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, *, last: bool) -> None:
+    """model: as prepared. last: of an accumulation window."""
+    if zero.stage(accelerator):
+        zero.backward(model, loss, last=last)
+    else:
+        accelerator.backward(loss)
+
+
 def average_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter]) -> None:
     """Over all processes, where the strategy does not do it for what it passes over."""
-    if not is_sharded(accelerator):
+    if not is_fsdp(accelerator):
         return
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
+
+
+def gradients(accelerator: Accelerator, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Of what trains in it, averaged, by name. Every process takes part."""
+    if zero.stage(accelerator):
+        return zero.gradients(module)
+    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def clip_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """DeepSpeed's engine clips in its step."""
+    if not zero.stage(accelerator):
+        accelerator.clip_grad_norm_(parameters, max_norm)
+
+
+def whole(accelerator: Accelerator, module: nn.Module, *, changed: bool = False) -> AbstractContextManager[None]:
+    """Within the block what trains is whole in every process; all enter and leave it together. changed: it is written to, in each alike."""
+    return zero.whole(module.parameters(), changed=changed) if zero.stage(accelerator) else nullcontext()
 
 
 def reshard(model: nn.Module) -> None:
@@ -114,31 +149,45 @@ def in_lock_step(accelerator: Accelerator, model: HeadedModel) -> Iterator[None]
     if not is_sharded(accelerator):
         yield
         return
-    _gather_root(accelerator, model)
 
     def announce(module: nn.Module, arguments: tuple[Any, ...]) -> None:
         _sum(accelerator, 1)
 
-    hook = base_model.decoder(model.base).register_forward_pre_hook(announce)
-    try:
+    with _root_gathered(accelerator, model):
+        hook = base_model.decoder(model.base).register_forward_pre_hook(announce)
+        try:
+            yield
+        finally:
+            hook.remove()
+        token = torch.zeros(1, 1, dtype=torch.long, device=accelerator.device)
+        with torch.no_grad():
+            while _sum(accelerator, 0) > 0:
+                base_model.forward_hidden(model.base, token)
+
+
+@contextmanager
+def _root_gathered(accelerator: Accelerator, model: HeadedModel) -> Iterator[None]:
+    """Makes whole what no layer holds: embeddings, final norm, LM head; and heads."""
+    if zero.stage(accelerator):
+        in_layers = {parameter for layer in base_model.decoder_layers(model.base) for parameter in layer.parameters()}
+        with zero.kept_whole(accelerator, [parameter for parameter in model.parameters() if parameter not in in_layers]):
+            yield
+    else:
+        _gather_root(accelerator, model)
         yield
-    finally:
-        hook.remove()
-    token = torch.zeros(1, 1, dtype=torch.long, device=accelerator.device)
-    with torch.no_grad():
-        while _sum(accelerator, 0) > 0:
-            base_model.forward_hidden(model.base, token)
-    reshard(model)
+        reshard(model)
 
 
 @torch.no_grad()
 def _gather_root(accelerator: Accelerator, model: HeadedModel) -> None:
-    """Makes whole what no layer holds: embeddings, final norm, LM head. By a forward of the whole model over nothing, because from the
-    first forward that FSDP sees it learns what the root is."""
-    num_heads = model.heads.config.num_heads
-    nothing = make_batch(collate([empty_pack()]), num_heads).to(accelerator.device)
+    """By a forward of the whole model over nothing, because from the first forward that FSDP sees it learns what the root is."""
+    nothing = _nothing(model).to(accelerator.device)
     with accelerator.autocast():
-        model(**nothing.tensors, slot_weights=torch.zeros(num_heads, device=accelerator.device))
+        model(**nothing.tensors, slot_weights=torch.zeros(model.heads.config.num_heads, device=accelerator.device))
+
+
+def _nothing(model: HeadedModel) -> TrainBatch:
+    return make_batch(collate([empty_pack()]), model.heads.config.num_heads)
 
 
 def _sum(accelerator: Accelerator, value: int) -> torch.Tensor:

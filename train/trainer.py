@@ -8,6 +8,7 @@ import hashlib
 import math
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,18 @@ from train.run_state import (
     save_checkpoint,
 )
 from train.schedule import warmup_cosine
-from train.sharding import average_gradients, in_lock_step, is_sharded, reshard, share_out
+from train.sharding import (
+    average_gradients,
+    backward,
+    clip_gradients,
+    gradients,
+    in_lock_step,
+    is_sharded,
+    prepare,
+    reshard,
+    share_out,
+    whole,
+)
 from train.windows import WindowPlan
 
 
@@ -71,7 +83,7 @@ class Trainer:
             config.seed,
         )
         self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
-        share_out(accelerator, model)
+        share_out(accelerator, model, batch_size=config.batch_size, max_grad_norm=config.max_grad_norm)
         optimizer = torch.optim.AdamW(
             self.parameter_groups(model),
             lr=config.learning_rate,
@@ -79,7 +91,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=accelerator.device.type == "cuda",
         )
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = prepare(accelerator, model, optimizer)
         self.headed: HeadedModel = accelerator.unwrap_model(self.model)
         decay = config.slot_decay if config.slot_weights == "decay" else 1.0
         self.slot_weights = decay ** torch.arange(self.num_heads, device=accelerator.device)
@@ -110,7 +122,7 @@ class Trainer:
 
     def clip_gradients(self, step: int) -> Tensor | None:
         """Before the optimizer steps; returns the gradient norm of what trains besides the heads, if anything."""
-        self.accelerator.clip_grad_norm_(self.heads.parameters(), self.config.max_grad_norm)
+        clip_gradients(self.accelerator, self.heads.parameters(), self.config.max_grad_norm)
         return None
 
     def identity(self) -> dict[str, Any]:
@@ -201,23 +213,25 @@ class Trainer:
             return 0
         for problem in damaged:
             self.accelerator.print(f"warning: {problem}: going back to {checkpoint.folder.name}", file=sys.stderr)
-        restore(checkpoint, self.trained, self.optimizer.optimizer, self.identity())
+        with whole(self.accelerator, self.trained, changed=True):
+            restore(checkpoint, self.trained, self.optimizer, self.identity())
         self.validations = checkpoint.validations
         self.accelerator.print(f"resuming from {checkpoint.folder} at step {checkpoint.step} of {self.num_steps}")
         return checkpoint.step
 
     def _save(self, step: int) -> None:
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            save_checkpoint(
-                Path(self.config.output_dir),
-                step,
-                self.trained,
-                self.optimizer.optimizer,
-                self.identity(),
-                self.config.keep_checkpoints,
-                validations=self.validations,
-            )
+        with whole(self.accelerator, self.trained):
+            state = {"heads": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}  # by all processes
+            if self.accelerator.is_main_process:
+                save_checkpoint(
+                    Path(self.config.output_dir),
+                    step,
+                    state,
+                    self.identity(),
+                    self.config.keep_checkpoints,
+                    validations=self.validations,
+                )
 
     @staticmethod
     def _is_due(step: int, every: int) -> bool:
@@ -280,13 +294,15 @@ class Trainer:
             group["lr"] = learning_rate
         outputs = []
         for index, batch in enumerate(window):
-            synchronise = accelerator.no_sync(self.model) if index + 1 < len(window) else _nothing()
+            last = index + 1 == len(window)
+            synchronise = nullcontext() if last else accelerator.no_sync(self.model)
             with synchronise, accelerator.autocast():
                 output = self.model(**batch.to(accelerator.device).tensors, slot_weights=weights_K, **self.forward_options(step))
-                accelerator.backward(output.loss)
+                backward(accelerator, self.model, output.loss, last=last)
             outputs.append(output._replace(loss=output.loss.detach()))
         average_gradients(accelerator, self.trained.parameters())
-        norms_K = torch.stack([_slot_norm(self.heads, k) for k in range(self.num_heads)])
+        of_heads = gradients(accelerator, self.heads)
+        norms_K = torch.stack([_slot_norm(of_heads, k) for k in range(self.num_heads)])
         adapter_norm = self.clip_gradients(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -356,17 +372,7 @@ class Trainer:
         bar.set_postfix_str(f"loss {figures['loss']:.3f} top1 {top1}{overlap} {figures['response_tokens_per_second']:.0f} tok/s")
 
 
-def _slot_norm(heads: MedusaHeads, slot: int) -> Tensor:
+def _slot_norm(gradients: dict[str, Tensor], slot: int) -> Tensor:
     """The gradient norm of one head's parameters."""
-    parts = []
-    for name, parameter in heads.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad[slot] if name == "lm_head" else parameter.grad[:, slot]
-            parts.append(gradient.float().norm())
-    return torch.stack(parts).norm()
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *details: object) -> None: ...
+    parts = [gradient[slot] if name == "lm_head" else gradient[:, slot] for name, gradient in gradients.items()]
+    return torch.stack([part.float().norm() for part in parts]).norm()

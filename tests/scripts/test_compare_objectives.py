@@ -93,7 +93,7 @@ def test_the_last_heads_are_those_of_the_newest_checkpoint(tmp_path: Path, monke
     model = tiny_model("llama")
     chosen, last = (random_heads(model, seed=seed) for seed in (1, 2))
     save_heads(chosen, tmp_path, card="")
-    optimizer = torch.optim.AdamW(last.requires_grad_(True).parameters())
+    state = {"heads": last.state_dict(), "optimizer": {}}
     decoded: list[torch.Tensor] = []
 
     def counts(self: CompareObjectives, checkpoint: HeadsCheckpoint, *_: Any) -> int:
@@ -102,12 +102,12 @@ def test_the_last_heads_are_those_of_the_newest_checkpoint(tmp_path: Path, monke
 
     monkeypatch.setattr(CompareObjectives, "counts", counts)
     command = CompareObjectives(data=[], validation=tmp_path, bench=[], output=tmp_path, max_steps=6)
-    save_checkpoint(tmp_path, 6, last, optimizer, {}, 1, validations=Validations(((3, 1.5), (6, 1.4))))
+    save_checkpoint(tmp_path, 6, state, {}, 1, validations=Validations(((3, 1.5), (6, 1.4))))
     for _ in range(2):  # the second time it is read
         assert command.decoded(tmp_path, model, {}) == {"steps": {"chosen": 3, "last": 6}, "chosen": 1, "last": 2}
     assert len(decoded) == 2 and torch.equal(decoded[0], chosen.weight) and torch.equal(decoded[1], last.weight)
     (tmp_path / "decoded.json").unlink()
-    save_checkpoint(tmp_path, 6, last, optimizer, {}, 1, validations=Validations(((3, 1.3), (6, 1.4))))
+    save_checkpoint(tmp_path, 6, state, {}, 1, validations=Validations(((3, 1.3), (6, 1.4))))
     assert command.decoded(tmp_path, model, {}) == {"steps": {"chosen": 6, "last": 6}, "chosen": 3, "last": 3}
 
 

@@ -81,8 +81,8 @@ def test_speed_leaves_the_first_third_out() -> None:
 
 
 def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
-    alone, single, sharded = Run("single", 1), Run("single", 2), Run("fsdp2", 2)
-    for run, kind in ((alone, "NO"), (single, "NO"), (sharded, "MULTI_CPU")):
+    alone, single, sharded, zero = Run("single", 1), Run("single", 2), Run("fsdp2", 2), Run("zero3", 2)
+    for run, kind in ((alone, "NO"), (single, "NO"), (sharded, "MULTI_CPU"), (zero, "DEEPSPEED-2")):
         (tmp_path / run.name).mkdir()
         (tmp_path / f"{run.name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
         rows = [{"step": step, "loss": 1.0, "response_tokens_per_second": 1.0 + step} for step in (5, 10, 15)]
@@ -91,6 +91,8 @@ def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
     assert report(tmp_path, single, reference=single, alone=alone)["ran_as"] == "NO"
     with pytest.raises(AssertionError, match="fsdp2 ran as MULTI_CPU"):
         report(tmp_path, sharded, reference=single, alone=alone)
+    with pytest.raises(AssertionError, match="zero3 ran as DEEPSPEED-2"):
+        report(tmp_path, zero, reference=single, alone=alone)
 
 
 def test_cpu_processes_are_told_what_the_launcher_would_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +103,5 @@ def test_cpu_processes_are_told_what_the_launcher_would_tell(monkeypatch: pytest
     assert environment["ACCELERATE_USE_FSDP"] == "true"
     monkeypatch.setattr(os, "environ", os.environ | environment)
     check_settings(FullyShardedDataParallelPlugin())
+    command = launch_on_cpus("zero3", 2, environment)  # the launcher's own, whatever the device
+    assert environment["DS_ACCELERATOR"] == "cpu" and command[0] == "accelerate.commands.launch" and command[2].endswith("zero3.yaml")

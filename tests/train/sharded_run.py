@@ -1,7 +1,7 @@
 """Training runs with a sharded base, over gloo; in one process the same runs with a whole one.
 
 As a process: `python -m tests.train.sharded_run OUT FOLDER [options of python -m train]`, each rank of `torchrun`, under what the launcher
-sets for accelerate's FSDP2. The last run is the whole program with these options.
+sets for accelerate's FSDP2 or DeepSpeed. The last run is the whole program with these options.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from tests.tiny_models import tiny_model
 from tests.train import medusa2_runs
 from tests.train.training_runs import PACK_LENGTH, make_trainer, rows
+from train import zero
 from train.__main__ import main as train
 from train.acceptance import Validation, decode
 from train.history import read_history
 from train.packing import PackedDataset
 from train.run_state import checkpoint_folder
-from train.sharding import in_lock_step, start_sharding
+from train.sharding import in_lock_step, start_sharding, whole
 from train.trainer import Trainer
 
 ROWS = 8  # in an optimizer step, over all processes
@@ -40,7 +41,7 @@ def plain(folder: Path, num_processes: int, own_lm_head: bool = False) -> dict[s
     trainer = make_trainer(folder, own_lm_head=own_lm_head, objective="kl", seed_heads=0, max_grad_norm=0.05, num_layers=2, **sizes)
     shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
     trainer.train()
-    return outcome(trainer) | {"shares": shares}
+    return outcome(trainer) | {"shares": shares, "moments": num_moments(trainer)}
 
 
 def validated(folder: Path, num_processes: int) -> dict[str, Any]:
@@ -82,7 +83,8 @@ def broken(folder: Path, num_processes: int) -> str:
     """What is said of a loss that is not a number."""
     trainer = make_trainer(folder, batch_size=ROWS // num_processes)
     with torch.no_grad():
-        trainer.headed.base.get_input_embeddings().weight.fill_(float("nan"))  # type: ignore[operator,union-attr]
+        weight: Tensor = trainer.headed.base.get_input_embeddings().weight  # type: ignore[operator,union-attr,assignment]
+        getattr(weight, "ds_tensor", weight).fill_(float("nan"))
     try:
         trainer.train()
     except ValueError as error:
@@ -100,26 +102,37 @@ RUNS: dict[str, Callable[[Path, int], Any]] = {
 
 
 def share(weight: Tensor) -> float:
-    """The part of a weight that this process holds."""
+    """The part of a weight that this process holds; padding included."""
+    if hasattr(weight, "ds_tensor"):  # ZeRO-3
+        return weight.ds_tensor.numel() / weight.ds_numel if weight.numel() == 0 else 1.0  # type: ignore[attr-defined]
     return weight.to_local().numel() / weight.numel() if isinstance(weight, DTensor) else 1.0
 
 
+def num_moments(trainer: Trainer) -> int:
+    """How many weights this process holds AdamW's first moment of."""
+    optimizer = trainer.optimizer.engine.basic_optimizer if zero.stage(trainer.accelerator) else trainer.optimizer.optimizer
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    whole = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in trainer.headed.base.named_parameters()}
-    return {
-        "losses": trainer.losses,  # type: ignore[attr-defined]
-        "heads": {name: p.detach().clone() for name, p in trainer.heads.named_parameters()},
-        "base_unchanged": all(torch.equal(whole[name], weight) for name, weight in tiny_model("llama").named_parameters()),
-        "num_processes": trainer.accelerator.num_processes,
-        "distributed_type": trainer.accelerator.distributed_type.value,
-    }
+    with whole(trainer.accelerator, trainer.headed):
+        base = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in trainer.headed.base.named_parameters()}
+        return {
+            "losses": trainer.losses,  # type: ignore[attr-defined]
+            "heads": {name: p.detach().clone() for name, p in trainer.heads.named_parameters()},
+            "base_unchanged": all(torch.equal(base[name], weight) for name, weight in tiny_model("llama").named_parameters()),
+            "num_processes": trainer.accelerator.num_processes,
+            "distributed_type": trainer.accelerator.distributed_type.value,
+            "zero_stage": zero.stage(trainer.accelerator),
+        }
 
 
 def main(out: str, folder: str, *options: str) -> int:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     start_sharding(accelerator)
-    found = {name: run(Path(folder) / name, accelerator.num_processes) for name, run in RUNS.items()}
+    runs = {name: run for name, run in RUNS.items() if name != "tuned" or not zero.stage(accelerator)}
+    found = {name: run(Path(folder) / name, accelerator.num_processes) for name, run in runs.items()}
     torch.save(found, f"{out}.{accelerator.process_index}")
     return train(list(options))
 

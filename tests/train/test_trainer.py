@@ -214,7 +214,8 @@ def test_a_damaged_checkpoint_costs_no_good_one(tmp_path: Path) -> None:
     good, newest = checkpoint_folders(tmp_path)
     damage_state(newest, 0)
     step = int(good.name.split("-")[1])
-    save_checkpoint(tmp_path, step, trainer.heads, trainer.optimizer.optimizer, trainer.identity(), 1)
+    state = {"heads": trainer.heads.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    save_checkpoint(tmp_path, step, state, trainer.identity(), 1)
     assert checkpoint_folders(tmp_path) == [good]
 
 
