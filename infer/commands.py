@@ -15,6 +15,7 @@ from infer.generate import Generator
 from infer.loading import Dtype, check_heads_options, load_generator
 from infer.prompts import encode_chat
 from infer.verifiers import VerifierChoice, check_verifier, is_lossless
+from medusa_heads.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,8 @@ class Generate(SamplingOptions):
     """A system message before it."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
@@ -105,7 +108,9 @@ class Generate(SamplingOptions):
         config = self.generation_config()
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
-        generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
+        generator, tokenizer = load_generator(
+            self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device, quantization=self.base_quantization
+        )
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
         answer = stream(
             generator,
@@ -128,6 +133,8 @@ class Chat(SamplingOptions):
     """A system message before the conversation."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
@@ -146,7 +153,9 @@ class Chat(SamplingOptions):
         self.generation_config()  # impossible options are refused before the model is loaded
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
-        generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
+        generator, tokenizer = load_generator(
+            self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device, quantization=self.base_quantization
+        )
         messages = system_message(self.system)
         if sys.stdin.isatty():
             print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)

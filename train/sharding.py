@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from medusa_heads import base_model
+from medusa_heads.quantization import Quantization, quantization_of
 from train.batch import make_batch
 from train.headed_model import HeadedModel
 from train.packing import collate, empty_pack
@@ -65,12 +66,12 @@ def check_settings(plugin: FullyShardedDataParallelPlugin) -> None:
         raise ValueError(f"FSDP: torch {torch.__version__} cannot leave the heads whole; install torch 2.7 or newer")
 
 
-def loading_device(accelerator: Accelerator, *, four_bit: bool) -> torch.device:
+def loading_device(accelerator: Accelerator, *, quantization: Quantization) -> torch.device:
     """Where a process loads the base: one to be sharded, which may fit no GPU, into main memory; its share leaves it layer by layer."""
     if not is_sharded(accelerator):
         return accelerator.device
-    if four_bit:
-        raise ValueError("base_4bit: packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml, or leave it out")
+    if quantization != "none":
+        raise ValueError("base_quantization: packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml, or leave it out")
     return torch.device("cpu")
 
 
@@ -79,7 +80,7 @@ def share_out(accelerator: Accelerator, model: HeadedModel) -> None:
     to the device. To be called before the optimizer is made. Raises ValueError for a quantised base."""
     if not is_sharded(accelerator):
         return
-    if getattr(model.base.config, "quantization_config", None) is not None:
+    if quantization_of(model.base.config):
         raise ValueError("base: it is quantised, and packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml")
     modules = [module for module in model.modules() if any(p.requires_grad for p in module.parameters(recurse=False))]
     for module in modules:
