@@ -188,7 +188,8 @@ def _check_lm_head(model: PreTrainedModel) -> None:
     """Raises ValueError where the LM head, which heads share and losses read, is packed."""
     module = lm_head(model)
     weight = getattr(module, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.shape != (module.out_features, module.in_features):
+    of_packed_kind = type(module).__module__.startswith("bitsandbytes")  # whatever its weight: one tied to the embedding is plain
+    if of_packed_kind or weight is None or not weight.is_floating_point():
         raise ValueError(
             f"the LM head of this {model.config.model_type} is quantised ({quantization_of(model.config)}), and draft heads need its plain "
             "weight: quantise the model again without it, as transformers does unless told otherwise (llm_int8_skip_modules=['lm_head'])"

@@ -74,7 +74,7 @@ def settle(model: PreTrainedModel) -> None:
 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Linear8bitLt):
+            if isinstance(child, Linear8bitLt) and child.weight.dtype == torch.int8:  # not tied to an embedding
                 setattr(parent, name, Int8Linear(child))
             elif isinstance(child, Linear4bit):
                 child.compute_dtype, child.compute_type_is_set = model.dtype, True
