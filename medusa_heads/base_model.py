@@ -89,7 +89,15 @@ def load_base(
     model = model.eval() if packed else model.to(device).eval()  # type: ignore[arg-type]
     model.requires_grad_(False)
     settle(model)
-    check_base(model)
+    try:
+        check_base(model)
+    except RuntimeError as error:
+        if not packed:
+            raise
+        raise ValueError(
+            f"--base {base!r}: layers in {quantization_of(model.config)} do not compute on {model.device} here ({_one_line(error)}): "
+            "choose another device, or give the model unquantised"
+        ) from error
     return model, tokenizer
 
 

@@ -85,7 +85,7 @@ def settle(model: PreTrainedModel) -> None:
 class Int8Linear(nn.Linear):
     """Weights of 8 bits, each row with its scale; activations, sums and outputs in the type of the input."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: Any) -> None:
         """layer: bitsandbytes' Linear8bitLt, with weights that are quantised."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features

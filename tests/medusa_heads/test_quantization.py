@@ -19,6 +19,7 @@ from infer.engine.packed_linear import decoding_copies
 from infer.generate import Generator
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
+from medusa_heads.adapter import Adapter
 from medusa_heads.checkpoint import load_heads, save_heads
 from medusa_heads.fingerprint import fingerprint, weights_digest
 from medusa_heads.quantization import Int8Linear, Quantization, quantization_of
@@ -64,7 +65,7 @@ def test_int8_products_and_their_gradients(dtype: torch.dtype) -> None:
     scales = plain.weight.detach().float().abs().amax(1)
     packed = (plain.weight.detach().float() * 127 / scales[:, None]).round().to(torch.int8)
     weight, state = nn.Parameter(packed, requires_grad=False), SimpleNamespace(SCB=scales)
-    layer: Any = SimpleNamespace(in_features=32, out_features=20, weight=weight, state=state, bias=plain.bias)
+    layer = SimpleNamespace(in_features=32, out_features=20, weight=weight, state=state, bias=plain.bias)
     unpacked = (packed.float() * scales[:, None] / 127).to(dtype)
     inputs = torch.randn(2, 3, 32, dtype=dtype)
     found_inputs, expected_inputs = (inputs.clone().requires_grad_() for _ in range(2))
@@ -151,7 +152,7 @@ def test_the_digest_sees_packed_weights_and_what_unpacks_them(tmp_path: Path, qu
     before = weights_digest(model)
     model(IDS)
     assert weights_digest(model) == before
-    layer: Any = base_model.decoder_layers(model)[1].mlp.down_proj
+    layer: Any = model.get_submodule("model.layers.1.mlp.down_proj")
     parts: list[torch.Tensor] = [layer.weight.data]
     if quantization == "8bit":
         parts.append(layer.SCB)
@@ -171,7 +172,7 @@ def test_a_cpu_with_avx512_does_not_pack_anew(tmp_path: Path, monkeypatch: pytes
     """There bitsandbytes rounds weights to bfloat16 at the first forward, and gradients no longer flow through them."""
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     model = load(save_tiny_base(tmp_path / "base"), "4bit")
-    layer: Any = base_model.decoder_layers(model)[0].mlp.up_proj
+    layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
     inputs = torch.randn(3, 32)
     before, outputs = weights_digest(model), layer(inputs)
     torch.testing.assert_close(layer(inputs.requires_grad_()), outputs, rtol=1e-5, atol=1e-5)
@@ -187,6 +188,24 @@ def test_a_quantised_lm_head_is_refused(tmp_path: Path, family: str, quantizatio
     saved = save_quantised(base, tmp_path / "saved", quantization, llm_int8_skip_modules=["no_such_layer"])
     with pytest.raises(ValueError, match=rf"LM head of this {family} is quantised \({quantization}.*llm_int8_skip_modules=\['lm_head'\]"):
         load(saved)
+
+
+@needs_bitsandbytes
+def test_a_device_without_the_kernels_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(Int8Linear, "forward", forward)
+    base = save_tiny_base(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"layers in 8bit do not compute on cpu here \(no kernel\): choose another device, or give"):
+        load(base, "8bit")
+
+
+@needs_bitsandbytes
+def test_targets_of_an_adapter_are_named_in_packed_layers_too(tmp_path: Path) -> None:
+    for quantization in QUANTIZATIONS:
+        with pytest.raises(ValueError, match=r"'q_prj'.*no such layer.*q_proj"):
+            Adapter.attach(load(save_tiny_base(tmp_path / "base"), quantization), rank=2, targets=["q_prj"])
 
 
 @needs_bitsandbytes
