@@ -317,12 +317,15 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
 
         tuned = save_adapter(trainer, output)
         trainer.heads.config = replace(trainer.heads.config, base_fingerprint=tuned, base_quantization="none")
+    figures = {name: value for name, value in measured.items() if name != "static_nodes"} | choice  # those are long; in trees/measured.json
+    if figures and config.lora_rank and config.base_quantization != "none":
+        figures["measured on"] = f"the base in {config.base_quantization} with the adapter beside it, not the merged one"
     card = model_card(
         trainer.heads.config,
         base_license=None,
         data={"files": [Path(f).name for f in config.data], "counts": str(counts)},
         recipe=config.schedule_dict(),
-        measured={name: value for name, value in measured.items() if name != "static_nodes"} | choice,  # long; in trees/measured.json
+        measured=figures,
         validation_ids=held_out,
         tuned=config.lora_rank > 0,
     )

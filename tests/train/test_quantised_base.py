@@ -75,7 +75,8 @@ def test_an_adapter_beside_packed_weights_is_merged_into_plain_ones(workspace: P
     assert load_heads(out, model).config.base_quantization == "none"
     weights, plain = (base_model.weight_tensors(m) for m in (model, base_model.load_base(base)[0]))
     assert any(not torch.equal(weights[name], plain[name]) for name in plain)
-    assert "--base-quantization" not in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "--base-quantization" not in card and f"measured on: the base in {quantization} with the adapter" in card
 
 
 @needs_bitsandbytes
