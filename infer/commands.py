@@ -16,6 +16,7 @@ from infer.loading import Dtype, check_heads_options, load_generator
 from infer.prompts import encode_chat
 from infer.verifiers import VerifierChoice, check_verifier, is_lossless
 from medusa_heads.arguments import OPTIONAL
+from medusa_heads.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ class Generate(SamplingOptions):
     """A system message before it."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
@@ -106,7 +109,9 @@ class Generate(SamplingOptions):
         config = self.generation_config()
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
-        generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
+        generator, tokenizer = load_generator(
+            self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device, quantization=self.base_quantization
+        )
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
         answer = stream(
             generator,
@@ -129,6 +134,8 @@ class Chat(SamplingOptions):
     """A system message before the conversation."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
@@ -147,7 +154,9 @@ class Chat(SamplingOptions):
         self.generation_config()  # impossible options are refused before the model is loaded
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
-        generator, tokenizer = load_generator(self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device)
+        generator, tokenizer = load_generator(
+            self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device, quantization=self.base_quantization
+        )
         messages = system_message(self.system)
         # What no message can mend is told before the first one.
         generator.prepare([encode_chat(tokenizer, [*messages, {"role": "user", "content": "Hello"}])], **self._settings())

@@ -21,6 +21,7 @@ from infer.tune.tuned_check import tuned_engine
 from infer.verifiers import NO_DRAFTER, SampledShape, VerifierChoice, resolve_verifier
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
+from medusa_heads.quantization import Quantization
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 NO_HEADS = "none"
@@ -67,9 +68,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_model(base: str, *, dtype: Dtype | None, device: str) -> tuple[PreTrainedModel, Any]:
+def load_model(base: str, *, dtype: Dtype | None, device: str, quantization: Quantization = "none") -> tuple[PreTrainedModel, Any]:
     """The base model on its device and its tokenizer; dtype None keeps the checkpoint's own."""
-    return base_model.load_base(base, dtype=None if dtype is None else base_model.parse_dtype(dtype), device=pick_device(device))
+    parsed = None if dtype is None else base_model.parse_dtype(dtype)
+    return base_model.load_base(base, dtype=parsed, device=pick_device(device), quantization=quantization)
 
 
 def default_heads(base: str, heads: str | None) -> str:
@@ -147,10 +149,12 @@ def _prudent_share(length: float) -> float:
     return (1 + PRUDENT * (length - 1)) / length
 
 
-def load_generator(base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str) -> tuple[Generator, Any]:
+def load_generator(
+    base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str, quantization: Quantization = "none"
+) -> tuple[Generator, Any]:
     """A generator for single conversations, with heads or (`--heads none`) without, and the tokenizer."""
     name = default_heads(base, heads)
-    model, tokenizer = load_model(base, dtype=dtype, device=device)
+    model, tokenizer = load_model(base, dtype=dtype, device=device, quantization=quantization)
     copies = decoding_copies(model)
     if name == NO_HEADS:
         return Generator(fastest_copy(copies, [1]), NoDrafter(), tokenizer=tokenizer), tokenizer

@@ -119,7 +119,7 @@ def _without_advice() -> Iterator[None]:
 def check_targets(base: PreTrainedModel, targets: Sequence[str]) -> None:
     """Raises ValueError when a target is no layer of the base, or is its LM head or its input embedding."""
     modules = {name: module for name, module in base.named_modules() if name}
-    layers = (name for name, module in modules.items() if type(module).__name__.endswith(("Linear", "Conv1D")))
+    layers = (name for name, module in modules.items() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     linear = sorted({name.rpartition(".")[2] for name in layers})
     frozen = {id(base_model.lm_head(base)), id(base.get_input_embeddings())}
     for target in targets:

@@ -8,7 +8,6 @@ its attributes, so that a release of transformers that moves something is answer
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import os
@@ -30,6 +29,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, StaticLayer
 
+from medusa_heads.quantization import Quantization, loading_options, quantization_of, settle
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 AttentionMask = Tensor | dict[str, Tensor]
@@ -49,21 +50,21 @@ def load_base(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     revision: str | None = None,
-    four_bit: bool = False,
+    quantization: Quantization = "none",
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a base model, frozen and in eval mode, and its tokenizer.
 
     base: `embedded`, `twin` (the same function at a 7B model's cost: cost_twin.py), a local folder, or a hub id
     (HF_HUB_OFFLINE=1 keeps transformers offline).
-    dtype: None keeps the checkpoint's own. four_bit: weights in 4 bit by bitsandbytes, computing in dtype.
+    dtype: None keeps the checkpoint's own. quantization: packs the weights of all layers, but for embeddings and LM head, into 8 or
+    4 bits; `none` leaves them as the files hold them, which may be quantised already.
     Raises ValueError naming what is missing when the model cannot be loaded.
     """
-    loading = _four_bit_loading(dtype, device) if four_bit else {}
     if base == "twin":
         from medusa_heads.cost_twin import load_twin
 
-        if four_bit:
-            raise ValueError("--base twin: the cost twin has the cost of a 16-bit model; leave base_4bit out")
+        if quantization != "none":
+            raise ValueError("--base twin: the cost twin has the cost of a 16-bit model; leave --base-quantization out")
         return load_twin(dtype=dtype, device=device)
     if base == "embedded":
         from medusa_heads.embedded import embedded_model_path
@@ -74,9 +75,10 @@ def load_base(
     try:
         config = AutoConfig.from_pretrained(base, revision=revision)
         check_config(config)
+        packed = loading_options(config, quantization, dtype=dtype, device=device)
         tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto", **loading)
-    except (OSError, RuntimeError) as error:
+        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto", **packed)
+    except (OSError, RuntimeError, ImportError) as error:
         raise ValueError(f"--base {base!r} could not be loaded: {_why_not_loaded(base, error)}") from error
     except ValueError as error:
         raise ValueError(f"--base {base!r}: {_one_line(error)}") from error
@@ -84,22 +86,19 @@ def load_base(
         if type(error).__name__ == "SafetensorError":
             raise ValueError(f"--base {base!r}: a weight file is damaged or truncated ({error}); copy or download it again") from error
         raise
-    model = model.eval() if four_bit else model.to(device).eval()  # type: ignore[arg-type]
+    model = model.eval() if packed else model.to(device).eval()  # type: ignore[arg-type]
     model.requires_grad_(False)
-    check_base(model)
+    settle(model)
+    try:
+        check_base(model)
+    except RuntimeError as error:
+        if not packed:
+            raise
+        raise ValueError(
+            f"--base {base!r}: layers in {quantization_of(model.config)} do not compute on {model.device} here ({_one_line(error)}): "
+            "choose another device, or give the model unquantised"
+        ) from error
     return model, tokenizer
-
-
-def _four_bit_loading(dtype: torch.dtype | None, device: str | torch.device) -> dict[str, Any]:
-    """What makes transformers load weights in 4 bit. Raises ValueError where that cannot be."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError("base_4bit: the package bitsandbytes is not installed; pip install bitsandbytes, or leave base_4bit out")
-    from transformers import BitsAndBytesConfig
-
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype or torch.bfloat16
-    )
-    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def load_tokenizer(base: str, *, revision: str | None = None) -> Any:
@@ -175,6 +174,7 @@ def check_base(model: PreTrainedModel) -> None:
         )
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no output embeddings (lm_head): load it with AutoModelForCausalLM")
+    _check_lm_head(model)
     forward = inspect.signature(decoder(model).forward).parameters
     if _cache_keyword(model) not in forward or "position_ids" not in forward:
         raise ValueError(f"{name}'s forward takes no key-value cache and position_ids: its state cannot branch over a tree of candidates")
@@ -189,6 +189,18 @@ def check_base(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} computes its logits from something other than its last hidden state and the scalings known here "
             "(final_logit_softcapping, logit_scale, logits_scaling): draft heads cannot share its lm_head"
+        )
+
+
+def _check_lm_head(model: PreTrainedModel) -> None:
+    """Raises ValueError where the LM head, which heads share and losses read, is packed."""
+    module = lm_head(model)
+    weight = getattr(module, "weight", None)
+    of_packed_kind = type(module).__module__.startswith("bitsandbytes")  # whatever its weight: one tied to the embedding is plain
+    if of_packed_kind or weight is None or not weight.is_floating_point():
+        raise ValueError(
+            f"the LM head of this {model.config.model_type} is quantised ({quantization_of(model.config)}), and draft heads need its plain "
+            "weight: quantise the model again without it, as transformers does unless told otherwise (llm_int8_skip_modules=['lm_head'])"
         )
 
 
@@ -493,8 +505,12 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def weight_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Named weights of the base, tied ones once; an adapter in it, which trains, is none of them."""
-    return {name: weight for name, weight in model.named_parameters() if ".lora_" not in name}
+    """Named weights of the base, tied ones once, and what unpacks packed ones; an adapter in it, which trains, is none of them."""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    if quantization_of(model.config):
+        known = {id(weight) for weight in weights.values()}
+        weights |= {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in known}
+    return {name: weight for name, weight in weights.items() if ".lora_" not in name}
 
 
 def load_whole() -> None:
@@ -510,4 +526,5 @@ def quiet_transformers() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for name in ("transformers", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.heads import FAMILIES, MedusaHeads
+from medusa_heads.quantization import short_name
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import versions
 
@@ -168,6 +169,13 @@ def check_base_matches(config: HeadsConfig, model: PreTrainedModel, folder: Path
             raise ValueError(
                 f"--heads {folder} were trained together with an adapter and belong to the tuned base: write it with medusa-heads merge "
                 f"--base {config.base_model or 'BASE'} --adapter {adapter} --output MERGED, and give --base MERGED"
+            )
+        if (given := short_name(model.config)) != config.base_quantization:
+            wanted = config.base_quantization
+            fix = "give it without --base-quantization" if wanted == "none" else f"give it with --base-quantization {wanted}"
+            raise ValueError(
+                f"--heads {folder} were trained on {config.base_model or 'another base'} quantised as: {wanted}, this base is quantised "
+                f"as: {given}; {fix}, or train heads for this one"
             )
         raise ValueError(
             f"--heads {folder} were trained on other weights (base {config.base_model!r}, fingerprint "

@@ -37,6 +37,8 @@ class HeadsConfig:
     """Name or path of the base model the heads were trained on."""
     base_revision: str | None = None
     """Revision of the base model on the hub, where it has one."""
+    base_quantization: str = "none"
+    """How its weights were packed when it was loaded: `8bit`, `4bit`, or `none`, as its files hold them."""
     base_fingerprint: str = ""
     """SHA-256 over config fields and sampled weight rows of the base model (see fingerprint.py)."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from medusa_heads import base_model
+from medusa_heads.quantization import quantization_of
 
 CONFIG_FIELDS = (
     "model_type",
@@ -40,21 +41,21 @@ def fingerprint(model: PreTrainedModel) -> str:
     last matrix: the query and down projections of Llama-like models).
 
     The cast makes the digest the same whether the base is loaded in float32 or bfloat16. For a
-    quantised base the method stands in for the packed tensors, and the unquantised ones are read.
-    float16 rounds otherwise than bfloat16, so a base in float16 is read again from its files.
+    quantised base the method stands in for the packed matrices, which devices need not round alike, and the norms
+    and biases of these layers are read. float16 rounds otherwise than bfloat16, so a base in float16 is read again from its files.
     """
+    quantization = quantization_of(model.config)
     if model.dtype == torch.float16:
         model = base_model.stored_weights(model)
     config = base_model.text_config(model)
-    quantization = getattr(model.config, "quantization_config", None)
-    method = getattr(quantization, "quant_method", None) if quantization is not None else None
-    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS} | {"quantization": str(method) if method else None}
+    fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS} | {"quantization": quantization}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     sampled = {"lm_head": base_model.lm_head_parameters(model)[0]}
     layers = base_model.decoder_layers(model)
     for index in sorted({0, len(layers) // 2, len(layers) - 1}):
-        matrices = [(n, p) for n, p in layers[index].named_parameters() if p.dim() == 2 and p.is_floating_point()]
-        chosen = [m for m in matrices if "q_proj" in m[0] or "down_proj" in m[0]] or matrices[:1] + matrices[-1:]
+        num_dimensions = 1 if quantization else 2
+        weights = [(n, p) for n, p in layers[index].named_parameters() if p.dim() == num_dimensions and p.is_floating_point()]
+        chosen = [w for w in weights if "q_proj" in w[0] or "down_proj" in w[0]] or weights[:1] + weights[-1:]
         sampled |= {f"{index}.{name}": weight for name, weight in chosen[:2]}
     for name in sorted(sampled):
         digest.update(name.encode())

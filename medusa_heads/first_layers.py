@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_heads import base_model
+from medusa_heads.quantization import quantization_of
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def copy_first_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedMode
     Raises ValueError with the reason when there is no such model.
     """
     name = model.config.model_type
-    if getattr(model.config, "quantization_config", None) is not None:
+    if quantization_of(model.config):
         raise ValueError(f"{name} is quantised: its layers cannot be copied into a model that trains; give the model it was made from")
     shared = first_layers(model, num_layers)
     config = copy.deepcopy(shared.config)

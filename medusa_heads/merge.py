@@ -12,6 +12,7 @@ from medusa_heads import base_model
 from medusa_heads.adapter import Adapter
 from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import fingerprint
+from medusa_heads.quantization import quantization_of
 from medusa_heads.replacing import replacing_folder
 
 
@@ -42,7 +43,7 @@ class Merge:
 def merged_base(base: str, adapter: Path, *, revision: str | None = None) -> tuple[PreTrainedModel, Any]:
     """The base of `--base` in the type of its files, on the CPU, with the adapter merged in; and its tokenizer."""
     model, tokenizer = base_model.load_base(base, revision=revision)
-    if getattr(model.config, "quantization_config", None) is not None:
+    if quantization_of(model.config):
         raise ValueError(f"--base {base} is quantised, and nothing can be merged into its packed weights: give the unquantised model")
     return Adapter.load(model, adapter).merge(), tokenizer
 

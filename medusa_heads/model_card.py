@@ -54,7 +54,7 @@ def model_card(
 
 
 LIMITS = (
-    "The heads work on no other weights, a fine-tuned or quantised form of the base included: loading them there is refused. "
+    "The heads work on no other weights, a fine-tuned or differently quantised form of the base included: loading them there is refused. "
     "They change how fast the base model answers, never what: its own limits hold. "
     "Acceptance falls on text unlike the training data."
 )
@@ -80,6 +80,9 @@ def _what(config: HeadsConfig) -> str:
 
 def _use(config: HeadsConfig) -> str:
     base = config.base_model or "BASE"
+    packed = config.base_quantization != "none"
+    loading = f', quantization="{config.base_quantization}"' if packed else ""
+    option = f" --base-quantization {config.base_quantization}" if packed else ""
     return f"""```python
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
@@ -87,7 +90,7 @@ from infer.tree_spec import BeamTree
 from medusa_heads.base_model import load_base
 from medusa_heads.checkpoint import load_heads
 
-model, tokenizer = load_base("{base}")
+model, tokenizer = load_base("{base}"{loading})
 heads = load_heads("PATH/TO/THIS/FOLDER", model).heads
 generator = Generator(model, HeadsDrafter(model, heads, BeamTree(16)), tokenizer=tokenizer)
 prompt = tokenizer.apply_chat_template([{{"role": "user", "content": "Hello"}}], add_generation_prompt=True, return_dict=False)
@@ -95,14 +98,15 @@ print(generator.generate([prompt])[0].text)
 ```
 
 ```
-medusa-heads generate --base {base} --heads PATH/TO/THIS/FOLDER --prompt "Hello"
+medusa-heads generate --base {base}{option} --heads PATH/TO/THIS/FOLDER --prompt "Hello"
 ```"""
 
 
 def _lossless(config: HeadsConfig) -> str:
     revision = f", revision `{config.base_revision}`" if config.base_revision else ""
+    packed = f", packed into {config.base_quantization} by bitsandbytes" if config.base_quantization != "none" else ""
     return (
-        f"Greedy text is that of `{config.base_model or 'the base model'}`{revision}, weights with fingerprint "
+        f"Greedy text is that of `{config.base_model or 'the base model'}`{revision}{packed}, weights with fingerprint "
         f"`{config.base_fingerprint or 'not recorded'}` (SHA-256 over config fields and sampled weight rows; checked on loading)."
     )
 

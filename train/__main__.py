@@ -97,9 +97,9 @@ def run(config: TrainConfig) -> Path:
     model, tokenizer = base_model.load_base(
         config.base,
         dtype=base_model.parse_dtype(dtype),
-        device=loading_device(accelerator, four_bit=config.base_4bit),
+        device=loading_device(accelerator, quantization=config.base_quantization),
         revision=config.revision,
-        four_bit=config.base_4bit,
+        quantization=config.base_quantization,
     )
     if config.max_length > base_model.max_length(model):
         raise ValueError(
@@ -109,7 +109,9 @@ def run(config: TrainConfig) -> Path:
     if config.init_heads:
         initial = load_heads(config.init_heads, model, dtype=torch.float32)
         heads, vocabulary = initial.heads, initial.draft_vocabulary
-        heads.config = replace(heads.config, base_model=config.base, base_revision=config.revision)
+        heads.config = replace(
+            heads.config, base_model=config.base, base_revision=config.revision, base_quantization=config.base_quantization
+        )
         heads.requires_grad_(True)
     else:
         heads = create_heads(config.heads_config(), model)
@@ -325,13 +327,17 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
     if config.lora_rank:
         from train.medusa2 import save_adapter
 
-        trainer.heads.config = replace(trainer.heads.config, base_fingerprint=save_adapter(trainer, output))
+        tuned = save_adapter(trainer, output)
+        trainer.heads.config = replace(trainer.heads.config, base_fingerprint=tuned, base_quantization="none")
+    figures = {name: value for name, value in measured.items() if name != "static_nodes"} | choice  # those are long; in trees/measured.json
+    if figures and config.lora_rank and config.base_quantization != "none":
+        figures["measured on"] = f"the base in {config.base_quantization} with the adapter beside it, not the merged one"
     card = model_card(
         trainer.heads.config,
         base_license=None,
         data={"files": [Path(f).name for f in config.data], "counts": str(counts)},
         recipe=config.schedule_dict(),
-        measured={name: value for name, value in measured.items() if name != "static_nodes"} | choice,  # long; in trees/measured.json
+        measured=figures,
         validation_ids=held_out,
         tuned=config.lora_rank > 0,
     )

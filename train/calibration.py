@@ -18,6 +18,7 @@ from medusa_heads import base_model
 from medusa_heads.config import HeadsConfig
 from medusa_heads.cost_twin import twin_7b_config, twin_config
 from medusa_heads.heads import create_heads
+from medusa_heads.quantization import quantization_of
 from train.batch import TrainBatch
 from train.headed_model import HeadedModel
 from train.objectives import Objective
@@ -53,7 +54,7 @@ def base_config(base: str, *, revision: str | None = None) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(f"--base {base!r} could not be loaded: {error}") from error
     base_model.check_config(config)
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(config):
         raise ValueError(f"--base {base!r} is quantised: its cost cannot be counted; estimate for the model it was made from")
     return config
 

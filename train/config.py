@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from medusa_heads.arguments import OPTIONAL
 from medusa_heads.config import HeadsConfig
+from medusa_heads.quantization import Quantization
 from medusa_heads.suggest import suggest
 from train.command_line import parse_command
 from train.row_shapes import DataFormat
@@ -39,6 +40,9 @@ class TrainConfig:
     """Revision of the base model on the hub."""
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the frozen base: auto is bfloat16 on a GPU and float32 on a CPU."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; the heads belong to the base in this form. With lora_rank
+    (QLoRA) they belong to the unquantised base with the adapter merged in."""
     init_heads: str | None = None
     """Start from these heads (a folder, or `pretrained`) instead of fresh ones; they set the architecture."""
 
@@ -106,9 +110,6 @@ class TrainConfig:
     """What holds the base to itself: distill, by KL, to its own law with the adapter switched off; data, by cross-entropy, to the text."""
     lora_heads_share: float | None = None
     """What the heads' loss counts for the adapter at the end; it grows from 0 as a quarter of a sine. None: .01 (distill), .2 (data)."""
-    base_4bit: bool = False
-    """With lora_rank: the base in 4 bit (QLoRA, nf4; needs bitsandbytes and a GPU). The adapter is merged into the unquantised base."""
-
     validate_every: int = 0
     """Optimizer steps between validations: the decoder answers the validation prompts with the heads as they are, and counts how many
     tokens a base forward gives. 0: only at the end."""
@@ -169,7 +170,6 @@ class TrainConfig:
             _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
         _require(self.lora_rank >= 0, "lora_rank", "must be 0 or more")
         _require(0 <= self.lora_start_ratio < 1, "lora_start_ratio", "must lie in [0, 1)")
-        _require(self.lora_rank or not self.base_4bit, "base_4bit", "needs an adapter: set lora_rank, or leave it out")
         _require(
             not self.lora_rank or self.hidden_states == "online",
             "hidden_states",
@@ -196,6 +196,7 @@ class TrainConfig:
             own_lm_head=self.own_lm_head,
             base_model=self.base,
             base_revision=self.revision,
+            base_quantization=self.base_quantization,
         )
 
     def schedule_dict(self) -> dict[str, Any]:

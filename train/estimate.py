@@ -88,6 +88,11 @@ class Estimate(TrainConfig):
 
         if self.lora_rank:
             raise ValueError("lora_rank: an adapter is not counted here; estimate with --lora-rank 0, a lower bound")
+        if self.base_quantization != "none":
+            raise ValueError(
+                "base_quantization: packed weights are not counted here; estimate without it, an upper bound of memory (of a 16-bit base's "
+                "layers 8bit leaves half, 4bit a quarter) and a lower bound of time"
+            )
 
     def run(self) -> None:
         found = estimate(self)

@@ -15,6 +15,7 @@ from medusa_heads.adapter import ADAPTER_DIR, Adapter
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.heads import MedusaHeads
 from medusa_heads.merge import merged_base
+from medusa_heads.quantization import quantization_of
 from train.config import TrainConfig
 from train.headed_model import HeadedModel
 from train.trainer import Trainer, _Finished
@@ -89,6 +90,11 @@ def tuned_model(config: TrainConfig) -> Callable[..., TunedModel]:
     """The options `lora_*` -> what takes a HeadedModel's arguments and makes it one with a new adapter."""
 
     def make(base: PreTrainedModel, heads: MedusaHeads, **options: Any) -> TunedModel:
+        if config.base_quantization == "none" and (packed := quantization_of(base.config)):
+            raise ValueError(
+                f"lora_rank: --base {config.base} is quantised ({packed}), and no adapter can be merged into packed weights: give the "
+                "model it was made from, with --base-quantization 4bit where it should be packed while training"
+            )
         adapter = Adapter.attach(base, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
         return TunedModel(base, heads, adapter=adapter, distill=config.lora_objective == "distill", **options)
 

@@ -20,6 +20,7 @@ from infer.static.sampling import Sampling
 from medusa_heads import base_model
 from medusa_heads.arguments import OPTIONAL
 from medusa_heads.fingerprint import fingerprint
+from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
 from train.answers_file import AnswersFile, count_rows
 from train.chat_turns import ChatTurns
@@ -93,6 +94,9 @@ class Regenerate:
     """Answers depend on the seed and the row's id, not on what shares the batch."""
     limit: int | None = None
     """Only the first N prompts of the files."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes, as `base_quantization` of training does: heads learn from the
+    answers of the very form that they will serve."""
     revision: str | None = None
     """The hub revision of the base model."""
 
@@ -148,6 +152,10 @@ class Regenerate:
                 raise ValueError(f"{name} has no effect at --temperature 0: set a temperature, or leave it out")
         if self.server is None and (self.server_model or self.server_key_env):
             raise ValueError("--server-model and --server-key-env belong to --server URL, which is missing")
+        if self.server is not None and self.base_quantization != "none":
+            raise ValueError(
+                "--base-quantization is for a model on this machine: leave it out with --server, which answers as it was started"
+            )
         if self.server is not None and self.self_prompts:
             raise ValueError("--self-prompts needs the model on this machine: run it without --server, or give --prompts")
         self._sampling()
@@ -164,7 +172,13 @@ class Regenerate:
         else:
             device = pick_device(self._device())
             dtype = ("bfloat16" if device.type == "cuda" else "float32") if self.dtype == "auto" else self.dtype
-            model, tokenizer = base_model.load_base(self.base, dtype=base_model.parse_dtype(dtype), device=device, revision=self.revision)
+            model, tokenizer = base_model.load_base(
+                self.base,
+                dtype=base_model.parse_dtype(dtype),
+                device=device,
+                revision=self.revision,
+                quantization=self.base_quantization,
+            )
             answered_by = {"fingerprint": fingerprint(model), "dtype": dtype}
         chat = ChatTurns(tokenizer)
         names = "base revision data_format limit self_prompts max_new_tokens temperature top_p top_k samples sampled_share seed"

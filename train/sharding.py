@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from medusa_heads import base_model
+from medusa_heads.quantization import Quantization, quantization_of
 from train import zero
 from train.batch import TrainBatch, make_batch
 from train.headed_model import HeadedModel
@@ -65,19 +66,19 @@ def check_settings(plugin: FullyShardedDataParallelPlugin) -> None:
         raise ValueError(f"FSDP: torch {torch.__version__} cannot leave the heads whole; install torch 2.7 or newer")
 
 
-def loading_device(accelerator: Accelerator, *, four_bit: bool) -> torch.device:
+def loading_device(accelerator: Accelerator, *, quantization: Quantization) -> torch.device:
     """Where a process loads the base: one to be sharded, which may fit no GPU, into main memory; its share leaves it layer by layer."""
     if not is_sharded(accelerator):
         return accelerator.device
-    if four_bit:
-        raise ValueError("base_4bit: packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml, or leave it out")
+    if quantization != "none":
+        raise ValueError("base_quantization: packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml, or leave it out")
     return torch.device("cpu")
 
 
 def share_out(accelerator: Accelerator, model: HeadedModel, *, batch_size: int, max_grad_norm: float) -> None:
     """Says what `prepare` is to shard: every layer of the base is a unit, the rest of the base another. What trains moves to the device,
     and FSDP2 passes over it. To be called before the optimizer is made. Raises ValueError for a quantised base."""
-    if is_sharded(accelerator) and getattr(model.base.config, "quantization_config", None) is not None:
+    if is_sharded(accelerator) and quantization_of(model.base.config):
         raise ValueError("base: it is quantised, and packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml")
     if zero.stage(accelerator):
         zero.share_out(accelerator, model, batch_size=batch_size, max_grad_norm=max_grad_norm)

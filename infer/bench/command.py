@@ -31,6 +31,7 @@ from infer.output_file import check_writable, write_text
 from infer.prompts import Prompt, encode_chat, file_sha256, load_prompts
 from medusa_heads import base_model
 from medusa_heads.arguments import OPTIONAL
+from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
 
 PACKED = "packed float16 weights, float32 activations (FBGEMM)"
@@ -50,6 +51,8 @@ class Bench(SamplingOptions):
     """File of prompts (JSONL or .gz, rows with `messages`); the first user turn of each is answered."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     heads: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Heads: `pretrained`, `pretrained:NAME` or folders. Several give rows `heads`, `heads:<folder name>`, ...
     Default: `pretrained` with the embedded base."""
@@ -90,7 +93,7 @@ class Bench(SamplingOptions):
         prompts = load_prompts(self.prompts, self.limit)
         if self.quality:
             check_judgeable(prompts, self.prompts)
-        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
+        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device, quantization=self.base_quantization)
         prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
         check_room(model, prompts, prompt_ids, self.max_new_tokens)
         batches = make_batches(prompt_ids, batch_size=self.batch_size, seed=self.seed)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from infer.engine.fused_norm import fuse_norms
 from infer.engine.tree_attention import with_tree_attention
 from medusa_heads import base_model
+from medusa_heads.quantization import quantization_of
 
 FLOAT16_MAX = 65504.0
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # siblings that transformers' modules give the same tensor
@@ -113,8 +114,8 @@ def _prepack(weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether the layers could be packed: a half-precision model on a CPU that FBGEMM runs on."""
-    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16):
+    """Whether the layers could be packed: a half-precision model on a CPU that FBGEMM runs on, not packed otherwise already."""
+    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16) or quantization_of(model.config):
         return False
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     return (

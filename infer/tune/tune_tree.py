@@ -37,6 +37,7 @@ from infer.tune.tune_report import plot_tuning, print_tuning
 from infer.tune.tune_store import finished, store
 from infer.tune.tuned_check import engine_name
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads, resolve_heads
+from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
 
 CONTEXTS = (128, 512, 2048)
@@ -57,6 +58,8 @@ class TuneTree:
     """File of prompts (JSONL or .gz, rows with `messages`) that the heads were not trained on."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME` or a folder. Default: the shipped ones, for the embedded base."""
     limit: int | None = None
@@ -79,7 +82,7 @@ class TuneTree:
         folder = resolve_heads(name)
         self._check(folder)
         prompts = load_prompts(self.prompts, self.limit)
-        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
+        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device, quantization=self.base_quantization)
         checkpoint = load_heads(name, model)
         prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
         check_room(model, prompts, prompt_ids, self.max_new_tokens)

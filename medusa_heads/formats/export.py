@@ -19,6 +19,7 @@ from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, resolve_heads
 from medusa_heads.formats import Format, Probe, medusa_v1, medusa_v2, vllm
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.quantization import Quantization
 from medusa_heads.replacing import replacing_folder
 
 TARGETS: dict[str, Format] = {"medusa-v1": medusa_v1, "medusa-v2": medusa_v2, "vllm": vllm}
@@ -41,13 +42,15 @@ class Export:
     """Folder to write; an earlier export there is replaced."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Number type of the written weights: the one the engine serves in."""
+    base_quantization: Quantization = "none"
+    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
     revision: str | None = None
     """Revision of the base model on the hub."""
 
     def run(self) -> None:
         check_output(self.output)
         resolve_heads(self.heads)  # before the base is loaded, which may take minutes
-        model, tokenizer = base_model.load_base(self.base, revision=self.revision)
+        model, tokenizer = base_model.load_base(self.base, revision=self.revision, quantization=self.base_quantization)
         heads = load_heads(self.heads, model, dtype=torch.float32).heads
         for line in export(heads, model, self.output, to=self.to, dtype=base_model.parse_dtype(self.dtype), tokenizer=tokenizer):
             print(line)

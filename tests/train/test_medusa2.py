@@ -31,7 +31,6 @@ from tests.train.training_runs import make_trainer as make_frozen_trainer
 from train import trainer as trainer_module
 from train.__main__ import main
 from train.batch import make_batch
-from train.config import TrainConfig
 from train.packing import collate
 
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
@@ -367,13 +366,6 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
     Adapter.attach(base, rank=2).save(tmp_path / "adapter", base_name="x")
     with pytest.raises(ValueError, match=r"adapter \S+ does not fit this base"):
         merged_base(str(tmp_path / "other"), tmp_path / "adapter")
-
-
-def test_four_bits_need_their_package_and_an_adapter(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(workspace, "--base-4bit")) == 2
-    assert "pip install bitsandbytes" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="base_4bit: needs an adapter: set lora_rank"):
-        TrainConfig(output_dir="o", data=["d"], base_4bit=True)
 
 
 def test_digest_of_the_base_is_that_without_an_adapter() -> None:

@@ -143,9 +143,9 @@ def test_what_cannot_be_sharded_is_refused_with_the_way_that_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fsdp: Any = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    assert loading_device(fsdp, four_bit=False) == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"base_4bit: packed weights cannot be sharded; .*ddp\.yaml"):
-        loading_device(fsdp, four_bit=True)
+    assert loading_device(fsdp, quantization="none") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"base_quantization: packed weights cannot be sharded; .*ddp\.yaml"):
+        loading_device(fsdp, quantization="4bit")
     quantised: Any = SimpleNamespace(base=SimpleNamespace(config=SimpleNamespace(quantization_config={})))
     with pytest.raises(ValueError, match=r"base: it is quantised.*ddp\.yaml"):
         share_out(fsdp, quantised, batch_size=1, max_grad_norm=1.0)
