@@ -75,7 +75,7 @@ def load_base(
     try:
         config = AutoConfig.from_pretrained(base, revision=revision)
         check_config(config)
-        packed = loading_options(config, quantization, dtype=dtype, device=device)
+        packed = loading_options(config, quantization, device=device)
         tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
         model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto", **packed)
     except (OSError, RuntimeError, ImportError) as error:

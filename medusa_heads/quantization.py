@@ -39,7 +39,7 @@ def short_name(config: Any) -> str:
     return (quantization_of(config) or "none").split()[0]
 
 
-def loading_options(config: Any, quantization: Quantization, *, dtype: torch.dtype | None, device: str | torch.device) -> dict[str, Any]:
+def loading_options(config: Any, quantization: Quantization, *, device: str | torch.device) -> dict[str, Any]:
     """What `from_pretrained` needs for packed weights, which are made on their device and never moved; empty without any.
 
     config: that of the files. Raises ValueError when they are quantised already, or bitsandbytes is not installed.
@@ -60,9 +60,7 @@ def loading_options(config: Any, quantization: Quantization, *, dtype: torch.dty
     if quantization == "8bit":
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     elif quantization == "4bit":
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype or torch.bfloat16
-        )
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     return options
 
 
