@@ -130,9 +130,10 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_work(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: found[name] or None if name in found else real(name, *rest))
     assert said(main).startswith("error: DeepSpeed is not installed; pip install 'medusa-heads[deepspeed]', or")
     found["deepspeed"] = True
-    ways_out = "under DeepSpeed; launch with configs/accelerate/ddp.yaml, or fsdp2.yaml for a base to be sharded"
-    assert said(main, "--lora-rank", "2") == f"error: lora_rank: an adapter does not train {ways_out}"
-    assert said(train_draft_model, "--layers", "1") == f"error: a draft model does not train {ways_out}"
+    way_out = "under DeepSpeed; launch with configs/accelerate/ddp.yaml"
+    or_sharded = ", or fsdp2.yaml for a base to be sharded"
+    assert said(main, "--lora-rank", "2") == f"error: lora_rank: an adapter does not train {way_out}{or_sharded}"
+    assert said(train_draft_model, "--layers", "1") == f"error: a draft model does not train {way_out}"
     monkeypatch.setattr("train.__main__.pick_precision", lambda dtype: dtype)  # as where there is a GPU
     assert said(main, "--base-dtype", "float16").startswith("error: base_dtype: float16")
 
