@@ -43,10 +43,10 @@ def check_possible() -> None:
         )
 
 
-def refuse(what: str) -> None:
-    """Raises ValueError where the launcher asked for DeepSpeed."""
+def refuse(what: str, *, instead: str = "ddp.yaml, or fsdp2.yaml for a base to be sharded") -> None:
+    """Raises ValueError where the launcher asked for DeepSpeed. instead: files to launch with."""
     if is_asked_for():
-        raise ValueError(f"{what} under DeepSpeed; launch with configs/accelerate/ddp.yaml, or fsdp2.yaml for a base to be sharded")
+        raise ValueError(f"{what} under DeepSpeed; launch with configs/accelerate/{instead}")
 
 
 def stage(accelerator: Accelerator) -> int:
@@ -99,8 +99,8 @@ def share_out(accelerator: Accelerator, model: HeadedModel, *, batch_size: int, 
         "gradient_accumulation_steps": 1,  # of losses that need no further division
         "gradient_clipping": max_grad_norm,
     }
-    if model.base.dtype != torch.float32:  # the engine switches off any autocast but its own
-        settings["torch_autocast"] = {"enabled": True, "dtype": str(model.base.dtype).removeprefix("torch.")}
+    dtype = model.base.dtype  # the engine switches off any autocast but its own
+    settings["torch_autocast"] = {"enabled": dtype != torch.float32, "dtype": str(dtype).removeprefix("torch.")}
     if stage(accelerator) == 3:
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # a layer is gathered at once: small weights cost nothing
         layers = {type(layer) for layer in base_model.decoder_layers(model.base)}

@@ -17,6 +17,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 
@@ -130,9 +131,10 @@ def test_what_deepspeed_cannot_do_is_refused_before_any_work(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: found[name] or None if name in found else real(name, *rest))
     assert said(main).startswith("error: DeepSpeed is not installed; pip install 'medusa-heads[deepspeed]', or")
     found["deepspeed"] = True
-    ways_out = "under DeepSpeed; launch with configs/accelerate/ddp.yaml, or fsdp2.yaml for a base to be sharded"
-    assert said(main, "--lora-rank", "2") == f"error: lora_rank: an adapter does not train {ways_out}"
-    assert said(train_draft_model, "--layers", "1") == f"error: a draft model does not train {ways_out}"
+    way_out = "under DeepSpeed; launch with configs/accelerate/ddp.yaml"
+    or_sharded = ", or fsdp2.yaml for a base to be sharded"
+    assert said(main, "--lora-rank", "2") == f"error: lora_rank: an adapter does not train {way_out}{or_sharded}"
+    assert said(train_draft_model, "--layers", "1") == f"error: a draft model does not train {way_out}"
     monkeypatch.setattr("train.__main__.pick_precision", lambda dtype: dtype)  # as where there is a GPU
     assert said(main, "--base-dtype", "float16").startswith("error: base_dtype: float16")
 
@@ -311,7 +313,9 @@ def test_zero_names_a_broken_loss_and_writes_heads_whole(under_zero: TwoProcesse
     said = under_zero.of("broken")
     assert all("not finite at step 1, in" in text and "conversation-" in text for text in said) and said[0] != said[1]
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(under_zero.folder / "cache"))
+    AcceleratorState._reset_state()  # another precision
     assert main([*options(under_zero.folder, tmp_path, 2), *IN_HALF, "--gradient-accumulation-steps", "2"]) == 0  # of the same sizes
+    AcceleratorState._reset_state()
     two, one = (load_file(folder / "model.safetensors") for folder in (under_zero.folder / "written", tmp_path))
     assert two["weight"].dtype == torch.float32
     torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-5)
