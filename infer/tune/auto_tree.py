@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +27,7 @@ from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint
 
 SIZES = (0, 1, 2, 3, 5, 8, 11, 16, 24, 32, 48, 64)  # 5 and 11 fill the six rows of an AVX2 matmul kernel, 48 an AMX tile of 16
-NUM_ROUNDS = 7
+NUM_ROUNDS = 10
 TIME_LIMIT_S = 6.0
 HOPELESS = 1.5  # times slower than the best size so far, at the most tokens any size could give
 # Trained medusa heads of a 135M chat model on mixed text; stands in for heads whose acceptance was never measured.
@@ -38,7 +37,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Median seconds of one decoding step over a tree of `num_nodes` nodes besides the root."""
+    """Seconds of one decoding step over a tree of `num_nodes` nodes besides the root."""
 
     num_nodes: int
     draft_s: float
@@ -100,7 +99,7 @@ def best_size(times: Sequence[StepTime], lengths: Mapping[int, float]) -> int:
 def measure_steps(
     model: PreTrainedModel, checkpoint: HeadsCheckpoint, lengths: Mapping[int, float], *, batch_size: int, context: int
 ) -> list[StepTime]:
-    """Median step times of beam trees in growing order of size, up to where latency alone rules out more nodes."""
+    """Step times of beam trees in growing order of size, up to where latency alone rules out more nodes."""
     trees = {size: BeamTree(size) for size in sorted(lengths)}
     times = measure_trees(model, checkpoint, trees, lengths, batch_size=batch_size, context=context)
     return list(times.values())
@@ -117,10 +116,10 @@ def measure_trees(
     context: int,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> dict[Key, StepTime]:
-    """Median step times of `trees`, given in growing order of size, up to where latency alone rules out more nodes.
+    """Step times of `trees`, given in growing order of size, up to where latency alone rules out more nodes.
 
-    lengths: expected acceptance length of every tree. The trees take turns, so that a machine that
-    slows down meanwhile slows all of them.
+    lengths: expected acceptance length of every tree. The fastest round of each counts: what
+    else a machine does only adds to it. The trees take turns, so that one that slows down for long slows all of them.
     """
     context = min(context, longest_context(model, trees))
     room = context + _most_nodes(trees) + 1
@@ -144,7 +143,7 @@ def measure_trees(
                 break
         if time.perf_counter() - started > time_limit_s:
             break
-    return {key: StepTime(trees[key].num_nodes, median(d for d, _ in times), median(f for _, f in times)) for key, times in samples.items()}
+    return {key: StepTime(trees[key].num_nodes, min(d for d, _ in times), min(f for _, f in times)) for key, times in samples.items()}
 
 
 def longest_context(model: PreTrainedModel, trees: Mapping[Key, Tree | BeamTree]) -> int:

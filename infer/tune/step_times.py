@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ def _measure_rows(model: PreTrainedModel, sizes: Sequence[int], num_rows: int) -
         logits_BNV, _ = tree_forward(model, candidates, cache)
         verify_greedy(logits_BNV.argmax(-1), candidates)
 
-    return median_seconds(model, step, sizes)
+    return least_seconds(model, step, sizes)
 
 
 @torch.inference_mode()
@@ -93,14 +92,14 @@ def measure_drafts(drafter: Drafter, model: PreTrainedModel, sizes: Sequence[int
         drafter.propose(root_B, hidden_BD, [list(text) for _ in range(num_rows)])
 
     drafted = [size for size in sizes if size]
-    seconds = median_seconds(model, step, drafted)
+    seconds = least_seconds(model, step, drafted)
     drafter.resize(max(drafted))
     return {0: 0.0} | seconds
 
 
-def median_seconds(model: PreTrainedModel, step: Callable[[int], None], sizes: Sequence[int]) -> dict[int, float]:
-    """Median seconds of step(size), after a first call that sets things up. The sizes take turns, so that a machine
-    that slows down meanwhile slows all of them."""
+def least_seconds(model: PreTrainedModel, step: Callable[[int], None], sizes: Sequence[int]) -> dict[int, float]:
+    """Seconds of the fastest step(size), after a first call that sets things up: what else a machine does only adds to them. The
+    sizes take turns, so that one that slows down for long slows all of them."""
     samples: Mapping[int, list[float]] = {size: [] for size in sizes}
     started = time.perf_counter()
     for round_ in range(NUM_ROUNDS):
@@ -114,4 +113,4 @@ def median_seconds(model: PreTrainedModel, step: Callable[[int], None], sizes: S
             samples[size].append(time.perf_counter() - start)
         if time.perf_counter() - started > TIME_LIMIT_S:
             break
-    return {size: median(times) for size, times in samples.items()}
+    return {size: min(times) for size, times in samples.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from infer.drafters.heads import HeadsDrafter
 from infer.tree_spec import BeamTree
 from infer.tune import auto_tree
 from infer.tune.auto_tree import SIZES, StepTime, best_size, choose_tree, expected_length, measure_steps
@@ -84,6 +86,19 @@ def test_all_sizes_are_tried_where_latency_is_flat(monkeypatch: pytest.MonkeyPat
     steps_taking(monkeypatch, dict.fromkeys(SIZES, 1.0))
     tried = measure_steps(MODEL, checkpoint(), {size: 1.0 + size for size in SIZES}, batch_size=1, context=16)
     assert [(step.num_nodes, step.total_s) for step in tried] == [(size, 1.0) for size in SIZES]
+
+
+def test_what_else_the_machine_does_changes_no_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step but one in three is disturbed."""
+    calls = itertools.count()
+
+    def step(model: object, drafter: HeadsDrafter, cache: object) -> tuple[float, float]:
+        disturbed = 1.0 if next(calls) % 3 else 0.0
+        return 0.5 + disturbed, 1.0 + drafter.max_nodes / 100 + disturbed
+
+    monkeypatch.setattr(auto_tree, "_time_step", step)
+    for found in measure_steps(MODEL, checkpoint(), dict.fromkeys((0, 1, 2, 3), 2.0), batch_size=1, context=16):
+        assert (found.draft_s, found.forward_s) == (0.5, 1.0 + found.num_nodes / 100)
 
 
 def test_context_shorter_than_asked_for() -> None:
