@@ -80,17 +80,17 @@ class Medusa2Report:
         found: dict[str, dict[str, float]] = {kind: {} for kind in texts}
         prints, right = {}, {}
         for name, folder in models.items():
-            model, tokenizer = self.load(folder)
+            model, _ = self.load(folder)
             prints[name] = fingerprint(model)
             for kind, rows in texts.items():
                 found[kind][name] = perplexity(model, rows, f"{name}, {kind}")
-            if questions:
-                right[name] = self.share_right(model, tokenizer, questions, name)
-                print(f"{name}: {right[name]:.1%} of {len(questions)} answers right")
             del model
         for kind, pair in found.items():
             pair["change_percent"] = 100 * (pair["tuned"] / pair["untouched"] - 1)
-            print(f"{kind}: {pair['untouched']:.4f} untouched, {pair['tuned']:.4f} tuned, {pair['change_percent']:+.2f} %")
+            print(f"{kind}: {pair['untouched']:.4f} untouched, {pair['tuned']:.4f} tuned, {pair['change_percent']:+.2f} %", flush=True)
+        for name, folder in models.items() if questions else ():  # answering takes far longer
+            right[name] = self.share_right(*self.load(folder), questions, name)
+            print(f"{name}: {right[name]:.1%} of {len(questions)} answers right", flush=True)
         figures = {"fingerprints": prints, "perplexity": found, "right_answers": right, "num_questions": len(questions)}
         write_text(self.output, json.dumps(self.facts(texts) | figures, indent=1) + "\n")
 
