@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,10 +82,11 @@ def beam_candidates(
 
     Depth by depth, the best `width` paths by cumulative log q are extended by each head's best
     `width` tokens; of all paths scored, the best `num_nodes` are kept. A path never scores above its
-    prefix, so what is kept is always a tree. Shapes depend on K, width and num_nodes alone.
+    prefix, so what is kept is always a tree. Shapes depend on K, width and num_nodes alone. On a CPU a
+    beam at least as wide as the tree, which is then the best of all trees, is found best-first instead:
+    a few nodes cost less that way than tensors of all paths.
     vocabulary: the token ids that the V logits stand for; None where they are 0 .. V - 1.
     """
-    batch, num_heads, _ = draft_logits_BKV.shape
     width = min(width, num_nodes, draft_logits_BKV.shape[-1])
     if width == 0:
         return Candidates.root_only(root_B)
@@ -91,7 +94,14 @@ def beam_candidates(
     if vocabulary is not None:
         tokens_BKW = vocabulary[tokens_BKW]
     log_q_BKW = top_logits - draft_logits_BKV.float().logsumexp(-1, keepdim=True)
+    if width == num_nodes and root_B.device.type == "cpu":
+        return best_first_candidates(root_B, log_q_BKW, tokens_BKW)
+    return fixed_shape_candidates(root_B, log_q_BKW, tokens_BKW, num_nodes)
 
+
+def fixed_shape_candidates(root_B: Tensor, log_q_BKW: Tensor, tokens_BKW: Tensor, num_nodes: int) -> Candidates:
+    """The beam tree from each head's best W tokens, by tensors whose shapes no score changes."""
+    batch, num_heads, width = log_q_BKW.shape
     # Pool index p of a path: depth 1 holds W of them, every further depth W * W (parent, token).
     scores, pool_tokens, pool_parents = [log_q_BKW[:, 0]], [tokens_BKW[:, 0]], [torch.full_like(tokens_BKW[:, 0], -1)]
     frontier_scores, frontier_pool = log_q_BKW[:, 0], torch.arange(width, device=root_B.device).expand(batch, -1)
@@ -125,6 +135,37 @@ def beam_candidates(
         ancestors_from_parents(parents_BN, depth=num_heads),
         num_heads,
     )
+
+
+def best_first_candidates(root_B: Tensor, log_q_BKW: Tensor, tokens_BKW: Tensor) -> Candidates:
+    """The W best paths of all that each head's best W tokens form, by a heap; log_q_BKW falls along W."""
+    tokens, parents, depths, ancestors = [], [], [], []
+    for root, log_q, proposed in zip(root_B.tolist(), log_q_BKW.tolist(), tokens_BKW.tolist(), strict=True):
+        nodes = _best_first(log_q)
+        tokens.append([root] + [proposed[depth - 1][rank] for _, depth, rank in nodes])
+        parents.append([0] + [parent for parent, _, _ in nodes])
+        depths.append([0] + [depth for _, depth, _ in nodes])
+        ancestors.append([[True] + [False] * len(nodes)])
+        for index, (parent, _, _) in enumerate(nodes, start=1):
+            above = ancestors[-1][parent].copy()
+            above[index] = True
+            ancestors[-1].append(above)
+    return Candidates(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths), torch.tensor(ancestors), max(map(max, depths)))
+
+
+def _best_first(log_q: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:
+    """log_q [K][W], falling along W -> parent, depth and rank of the W best paths, best first; the root is node 0."""
+    num_heads, num_nodes = len(log_q), len(log_q[0])
+    open_paths = [(-log_q[0][0], 1, 0, 0, 0.0)]  # minus its score, depth, parent, rank, minus its parent's score
+    nodes: list[tuple[int, int, int]] = []
+    while len(nodes) < num_nodes:
+        cost, depth, parent, rank, above = heapq.heappop(open_paths)
+        nodes.append((parent, depth, rank))
+        if rank + 1 < num_nodes:
+            heapq.heappush(open_paths, (above - log_q[depth - 1][rank + 1], depth, parent, rank + 1, above))
+        if depth < num_heads:
+            heapq.heappush(open_paths, (cost - log_q[depth][0], depth + 1, len(nodes), 0, cost))
+    return nodes
 
 
 def chain_candidates(root_B: Tensor, drafted_BC: Tensor, *, laws_BCV: Tensor | None = None) -> Candidates:

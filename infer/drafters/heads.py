@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from infer.candidates import Candidates, beam_candidates, static_candidates
 from infer.drafters import Drafter, DraftSampling
-from infer.engine.packed_linear import lm_head_rows
+from infer.engine.packed_heads import packed_heads
+from infer.engine.packed_linear import is_packed, lm_head_rows
 from infer.sampled_candidates import sampled_candidates
 from infer.tree import Path_, Tree
 from infer.tree_builders import static_tree
@@ -56,7 +57,8 @@ class HeadsDrafter(Drafter):
         self.num_proposed = heads.config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
         if isinstance(tree, Tree):
             tree.check(num_heads=heads.config.num_heads, vocab_size=self.num_proposed)
-        self.model, self.heads, self.tree, self.static_nodes = model, heads, tree, static_nodes
+        self.heads = packed_heads(heads) if is_packed(model) else heads
+        self.model, self.tree, self.static_nodes = model, tree, static_nodes
         self.static_trees: dict[int, Tree] = {}
         self.transform = base_model.logit_transform(model)
         self.vocabulary = draft_vocabulary.to(model.device) if draft_vocabulary is not None else None

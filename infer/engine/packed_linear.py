@@ -30,11 +30,10 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # sibli
 class PackedLinear(nn.Module):
     """A linear layer whose weight lives in FBGEMM's packed float16 layout; float32 in and out."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        bias = linear.bias.detach().float() if linear.bias is not None else None
-        self.packed = _prepack(linear.weight.detach().float(), bias)
+        self.out_features, self.in_features = weight.shape
+        self.packed = _prepack(weight.detach().float(), bias.detach().float() if bias is not None else None)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -54,11 +53,9 @@ class _Product:
     """Layers that read the same input, multiplied as one matrix: a call of FBGEMM costs 28 us before it multiplies."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        joined = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), device="meta")
-        joined.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
+        weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None  # type: ignore[assignment]
-        self.layer, self.num_parts = PackedLinear(joined), len(linears)
+        self.layer, self.num_parts = PackedLinear(weight, torch.cat(biases) if biases else None), len(linears)
         self.inputs: Tensor | None = None
         self.outputs: Tensor | None = None
         self.num_taken = 0
@@ -100,11 +97,14 @@ def lm_head_rows(lm_head: nn.Module, token_ids: Tensor) -> nn.Module:
     """The rows of an LM head that score the given tokens, as a layer of the same kind."""
     weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
     assert isinstance(weight, Tensor)
+    weight, bias = weight.detach()[token_ids], bias.detach()[token_ids] if bias is not None else None
+    if isinstance(lm_head, PackedLinear):
+        return PackedLinear(weight, bias)
     rows = nn.Linear(weight.shape[1], len(token_ids), bias=bias is not None, device="meta")
-    rows.weight = nn.Parameter(weight.detach()[token_ids].clone(), requires_grad=False)
+    rows.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        rows.bias = nn.Parameter(bias.detach()[token_ids].clone(), requires_grad=False)
-    return PackedLinear(rows) if isinstance(lm_head, PackedLinear) else rows
+        rows.bias = nn.Parameter(bias, requires_grad=False)
+    return rows
 
 
 def _prepack(weight: Tensor, bias: Tensor | None) -> Any:
@@ -135,7 +135,7 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
         _join_linears(parent)
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
     for module in copied.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.detach().float(), requires_grad=False))

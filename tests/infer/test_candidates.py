@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from infer.candidates import Candidates, beam_candidates, chain_candidates, static_candidates, tree_on
+from infer.candidates import (
+    Candidates,
+    beam_candidates,
+    best_first_candidates,
+    chain_candidates,
+    fixed_shape_candidates,
+    static_candidates,
+    tree_on,
+)
 from infer.tree import ancestors_from_parents, build_tree, chain
 
 ROOT = 7
@@ -132,6 +140,27 @@ def test_beam_as_wide_as_the_tree_is_the_best_first_optimum(num_heads: int, num_
     log_q = log_softmax(logits_BKV[0])
     found = sorted((score_of(path, log_q) for path in token_paths(candidates, 0)), reverse=True)
     assert found == pytest.approx(best_first(log_q, num_nodes), abs=1e-5)
+
+
+@given(num_heads=st.integers(1, 5), num_nodes=st.integers(1, 12), batch=st.integers(1, 3), seed=st.integers(0, 10_000))
+def test_the_heap_and_the_tensors_of_fixed_shape_find_the_same_tree(num_heads: int, num_nodes: int, batch: int, seed: int) -> None:
+    logits_BKV = torch.randn(batch, num_heads, 24, generator=torch.Generator().manual_seed(seed))
+    log_q_BKW, tokens_BKW = logits_BKV.log_softmax(-1).topk(num_nodes)
+    roots = torch.arange(batch)
+    found = [best_first_candidates(roots, log_q_BKW, tokens_BKW), fixed_shape_candidates(roots, log_q_BKW, tokens_BKW, num_nodes)]
+    for candidates in found:
+        check_structure(candidates, num_heads)
+        assert candidates.tokens_BN[:, 0].tolist() == roots.tolist()
+    for row in range(batch):
+        heap, tensors = (set(token_paths(candidates, row)) for candidates in found)
+        assert heap == tensors
+
+
+def test_the_heap_lists_the_best_path_first() -> None:
+    logits_BKV = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(1))
+    candidates = beam_candidates(torch.tensor([ROOT]), logits_BKV, 9)
+    scores = [score_of(path, log_softmax(logits_BKV[0])) for path in token_paths(candidates, 0)]
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_a_beam_that_is_too_narrow_is_told_from_the_optimum() -> None:

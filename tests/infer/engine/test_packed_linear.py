@@ -128,7 +128,7 @@ def test_heads_run_on_the_copy_with_the_most_tokens_per_second(monkeypatch: pyte
 def test_weights_come_back_as_they_were_packed(bias: bool) -> None:
     linear = torch.nn.Linear(24, 40, bias=bias)
     linear.weight.data = linear.weight.data.bfloat16().float()
-    packed = packed_linear.PackedLinear(linear)
+    packed = packed_linear.PackedLinear(linear.weight, linear.bias)
     assert torch.equal(packed.weight, linear.weight)
     assert packed.bias is None if not bias else torch.equal(packed.bias, linear.bias)  # type: ignore[arg-type]
 
