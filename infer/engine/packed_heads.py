@@ -1,7 +1,8 @@
 """Draft heads -> the same heads with packed layers, for a base model whose layers are packed.
 
-A draft reads every weight of its heads once, from memory: packed float16 is half of float32. Only what is
-drafted can change by the rounding, never what is accepted.
+Drafting for one text reads every weight of its heads once, from memory, and hardly multiplies: packed float16 is half of float32,
+and one product per layer for all heads costs less than one per head and layer, though it also multiplies each head's state with the
+others' weights. Only what is drafted can change by the rounding, never what is accepted.
 """
 
 # R rows, K heads, D hidden, V vocabulary
@@ -25,21 +26,25 @@ def packed_heads(heads: DraftHeads) -> DraftHeads:
 
 
 class PackedMedusaHeads(nn.Module):
-    """MedusaHeads, one packed layer per head and block."""
+    """MedusaHeads, packed for single texts; several rows share what is read, and go through the heads as they are."""
 
     def __init__(self, heads: MedusaHeads) -> None:
         super().__init__()
-        self.config = heads.config
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(PackedLinear(weight, bias) for weight, bias in zip(heads.weight[:, k], heads.bias[:, k], strict=True))
-            for k in range(heads.config.num_heads)
-        )
+        self.config, self.heads = heads.config, heads
+        self.layers: dict[int, list[PackedLinear]] = {}  # by number of heads asked for, packed when first asked for
         own = () if heads.lm_head is None else heads.lm_head.unbind()
         self.lm_heads = nn.ModuleList(PackedLinear(weight_VD, None) for weight_VD in own)
 
     def draft_states(self, hidden_RD: Tensor, num_heads: int | None = None) -> Tensor:
         """As MedusaHeads.draft_states."""
-        return torch.stack([_residual(blocks, hidden_RD) for blocks in self.blocks[:num_heads]], dim=1)
+        if len(hidden_RD) > 1:
+            return self.heads.draft_states(hidden_RD, num_heads)
+        count = self.config.num_heads if num_heads is None else min(num_heads, self.config.num_heads)
+        states_KD = hidden_RD.expand(count, -1)
+        for layer in self._layers(count):
+            products_KKD = layer(states_KD).unflatten(1, (count, -1))  # of every state with every head's weight
+            states_KD = F.silu(products_KKD.diagonal().t()).add_(states_KD)
+        return states_KD[None]
 
     def own_logits(self, draft_states_RKD: Tensor) -> Tensor | None:
         """As MedusaHeads.own_logits."""
@@ -47,8 +52,8 @@ class PackedMedusaHeads(nn.Module):
             return None
         return torch.stack([self.lm_heads[k](states_RD) for k, states_RD in enumerate(draft_states_RKD.unbind(1))], dim=1)
 
-
-def _residual(blocks: nn.Module, states_RD: Tensor) -> Tensor:
-    for block in blocks.children():
-        states_RD = F.silu(block(states_RD), inplace=True).add_(states_RD)
-    return states_RD
+    def _layers(self, num_heads: int) -> list[PackedLinear]:
+        if num_heads not in self.layers:
+            parts = zip(self.heads.weight[:, :num_heads], self.heads.bias[:, :num_heads], strict=True)
+            self.layers[num_heads] = [PackedLinear(weight_KDD.flatten(0, 1), bias_KD.flatten()) for weight_KDD, bias_KD in parts]
+        return self.layers[num_heads]
