@@ -37,8 +37,8 @@ class SamplingOptions:
     """Fixes what is drawn."""
     verifier: VerifierChoice = "auto"
     """How drafts are verified when tokens are drawn; the law is the base model's own with all but `typical`, which
-    accepts whatever is likely enough. All but auto, sample-and-match and typical draw their drafts, over --tree chain
-    (token-rejection, block) or any fixed tree (recursive-rejection, traversal)."""
+    accepts whatever is likely enough. All but auto, sample-and-match and typical draw their drafts: token-rejection and
+    block over --tree chain; recursive-rejection and traversal over chain, static:N, FILE.json, or auto with measured heads."""
 
     def generation_config(self) -> GenerationConfig | None:
         """None for plain greedy decoding. Raises ValueError naming an impossible option."""

@@ -2,8 +2,8 @@
 
 Row b holds its tokens at 0 .. lengths[b] - 1. A forward over N new tokens writes them at
 lengths[b] .. lengths[b] + N - 1 without moving the length; `keep` then moves the accepted ones
-together and advances the length, which drops the rest. Lengths live on the host, so nothing waits
-for the device. Rows that have ended can be let go of: the others then lie side by side, and forwards
+together and advances the length, which drops the rest. Lengths live on the host; `keep` waits for the
+device once, to see whether anything moves. Rows that have ended can be let go of: the others then lie side by side, and forwards
 run over them alone.
 """
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from infer.drafters import Drafter, NoDrafter
 from infer.drafters.adaptive import adaptive
 from infer.drafters.heads import HeadsDrafter, drawn_shape
+from infer.engine.packed_heads import heads_for
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.tree import Tree, load_tree
@@ -20,7 +21,7 @@ from infer.tune.auto_tree import choose_tree
 from infer.tune.tuned_check import tuned_engine
 from infer.verifiers import NO_DRAFTER, SampledShape, VerifierChoice, resolve_verifier
 from medusa_heads import base_model
-from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
+from medusa_heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa_heads.quantization import Quantization
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -39,14 +40,9 @@ class LoadedHeads:
     curve: list[dict[str, Any]]
 
     def drafter(self) -> Drafter:
-        heads = self.checkpoint
-        drafter = HeadsDrafter(
-            self.engine,
-            heads.heads,
-            self.tree,
-            draft_vocabulary=heads.draft_vocabulary,
-            static_nodes=heads.static_nodes if self.curve else None,  # `auto` may draw where that pays; beam:N is what was asked for
-        )
+        """A new one; with a curve, adaptive: it follows the text, up to the largest size that was measured."""
+        static_nodes = self.checkpoint.static_nodes if self.curve else None  # `auto` may draw where that pays; beam:N is what was asked for
+        drafter = HeadsDrafter.from_checkpoint(self.engine, self.checkpoint, self.tree, static_nodes=static_nodes)
         return adaptive(drafter, self.curve) if self.curve else drafter
 
 
@@ -126,10 +122,10 @@ def load_with_tree(
         if engine is None and tree == "tuned":
             engine = tuned_engine(tuned_tree(checkpoint)[1], copies, heads=checkpoint.folder, batch_size=batch_size)
         engine = engine or fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
-        return LoadedHeads(in_dtype(checkpoint, engine.dtype), engine, parsed, [])
+        return LoadedHeads(heads_for(checkpoint, engine), engine, parsed, [])
     found = []
     for copy in copies if engine is None else [engine]:
-        heads = in_dtype(checkpoint, copy.dtype)
+        heads = heads_for(checkpoint, copy)
         choice = choose_tree(copy, heads, batch_size=batch_size)
         found.append(LoadedHeads(heads, copy, choice.tree, choice.curve))
     return found[best_copy([heads.curve for heads in found], batch_size)]

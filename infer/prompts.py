@@ -47,7 +47,7 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     if limit is not None and limit < 1:
         raise ValueError(f"--limit {limit}: take at least 1 prompt")
     if not prompts:
-        raise ValueError(f"{path} holds no prompts")
+        raise ValueError(f"--prompts {path} holds no prompts: give one JSON object with `messages` per line")
     return prompts[:limit]
 
 
@@ -113,7 +113,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
     for message in messages:
         check_whole_characters(message["content"], f"the {message['role']}'s message")
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the base model's tokenizer has no chat template: give a model tuned for chat")
+        raise ValueError("--base: the model's tokenizer has no chat template: give a model tuned for chat")
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         closed = tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, tokenize=False)

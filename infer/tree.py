@@ -62,18 +62,18 @@ def build_tree(paths: Iterable[Sequence[int]]) -> Tree:
     """Rank paths in any order -> a Tree. Raises ValueError on a hole, a repeat or a negative rank."""
     paths = list(paths)
     if len(paths) > MAX_NODES:
-        raise ValueError(f"the tree has {len(paths)} nodes, and at most {MAX_NODES} can be verified in one forward")
+        raise ValueError(f"the tree has {len(paths)} nodes, and at most {MAX_NODES} can be verified in one forward: use fewer")
     ordered = sorted((tuple(int(rank) for rank in path) for path in paths), key=lambda path: (len(path), path))
     index: dict[Path_, int] = {(): 0}
     for path in ordered:
         if not path:
             raise ValueError("a tree path is empty: the root is implied, write only the nodes below it")
         if min(path) < 0:
-            raise ValueError(f"tree path {list(path)} has a negative rank")
+            raise ValueError(f"tree path {list(path)} has a negative rank: ranks begin at 0")
         if max(path) > MAX_RANK:
             raise ValueError(f"tree path {list(path)} names a rank beyond any vocabulary")
         if path in index:
-            raise ValueError(f"tree path {list(path)} is written twice")
+            raise ValueError(f"tree path {list(path)} is written twice: write it once")
         if path[:-1] not in index:
             raise ValueError(f"tree path {list(path)} has no parent: add {list(path[:-1])}")
         index[path] = len(index)

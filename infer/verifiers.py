@@ -87,7 +87,7 @@ def resolve_verifier(
         raise ValueError(f"--verifier {verifier}: nothing is drafted here, so nothing is verified: leave it out, or give heads")
     needed = SHAPE_NEEDED.get(verifier)
     if needed and sampled_shape is None:
-        trees = "chain" if needed == "chain" else "chain, static:N or FILE.json"
+        trees = "chain" if needed == "chain" else "chain, static:N, FILE.json, or auto with measured heads"
         raise ValueError(
             f"--verifier {verifier} needs drafts that are drawn at random, and the `{drafter}` drafter chooses its own here: "
             f"with heads give --tree {trees}, or else --verifier sample-and-match"

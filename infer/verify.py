@@ -26,7 +26,7 @@ class Verification:
 
 
 def verify_greedy(target_BN: Tensor, candidates: Candidates) -> Verification:
-    """Greedy verification (V0): from the root, follow the child that is the target's argmax.
+    """Greedy verification: from the root, follow the child that is the target's argmax.
 
     target_BN: the base model's argmax at every node (lowest id on ties). Exactly the tokens that
     one-by-one greedy decoding emits.

@@ -91,8 +91,8 @@ from medusa_heads.base_model import load_base
 from medusa_heads.checkpoint import load_heads
 
 model, tokenizer = load_base("{base}"{loading})
-heads = load_heads("PATH/TO/THIS/FOLDER", model).heads
-generator = Generator(model, HeadsDrafter(model, heads, BeamTree(16)), tokenizer=tokenizer)
+heads = load_heads("PATH/TO/THIS/FOLDER", model)
+generator = Generator(model, HeadsDrafter.from_checkpoint(model, heads, BeamTree(16)), tokenizer=tokenizer)
 prompt = tokenizer.apply_chat_template([{{"role": "user", "content": "Hello"}}], add_generation_prompt=True, return_dict=False)
 print(generator.generate([prompt])[0].text)
 ```

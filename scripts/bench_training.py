@@ -23,12 +23,12 @@ from typing import Any
 
 import datasets
 import torch
-import tyro
 from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
 from medusa_heads import base_model
+from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
 from medusa_heads.versions import commit, versions
@@ -69,10 +69,10 @@ class BenchTraining:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         base_model.quiet_transformers()
         if min(self.rows, self.steps, self.num_heads, self.num_batches) < 1 or self.length <= self.num_heads + 1:
-            raise SystemExit("error: --rows, --steps, --num-heads and --num-batches must be at least 1, --length more than --num-heads + 1")
+            raise ValueError("--rows, --steps, --num-heads and --num-batches must be at least 1, --length more than --num-heads + 1")
         model, _ = base_model.load_base(self.base, dtype=dtype, device=device)
         if (self.draft_vocab_size or 1) > base_model.vocab_size(model):
-            raise SystemExit(f"error: --draft-vocab-size {self.draft_vocab_size}: the base has {base_model.vocab_size(model)} tokens")
+            raise ValueError(f"--draft-vocab-size {self.draft_vocab_size}: the base has {base_model.vocab_size(model)} tokens")
         packed = self.packed(base_model.vocab_size(model))
         found: dict[str, Any] = {}
         for name in self.which:
@@ -191,4 +191,4 @@ def _wait(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(BenchTraining).run()
+    raise SystemExit(run_command("__main__:BenchTraining", sys.argv[1:], prog="bench_training.py"))

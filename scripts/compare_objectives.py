@@ -148,7 +148,7 @@ class CompareObjectives:
         for condition, (tree, options) in CONDITIONS.items():
             parsed = parse_tree(tree, heads)
             assert parsed is not None
-            generator = Generator(model, HeadsDrafter(model, heads.heads, parsed, draft_vocabulary=heads.draft_vocabulary))
+            generator = Generator(model, HeadsDrafter.from_checkpoint(model, heads, parsed))
             options = options | {"max_new_tokens": self.max_new_tokens}
             for file, ids in prompts.items():
                 starts = tqdm(range(0, len(ids), BATCH_SIZE), desc=f"{heads.folder.name}, {condition}", unit="batch", file=sys.stderr)

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 import yaml
 from safetensors.torch import load_file
 
 from medusa_heads.arguments import OPTIONAL
+from medusa_heads.cli import run_command
 from medusa_heads.versions import commit, versions
 from train.history import FILE_NAME, read_history
 
@@ -205,7 +205,7 @@ def logged(output: Path) -> list[dict[str, Any]]:
 def speed(rows: list[dict[str, Any]]) -> float:
     """Response tokens per second after the first third of the steps. A row knows the mean v since the start, so its n steps of t
     tokens took n t / v seconds; t cancels."""
-    first, last = rows[len(rows) // 3], rows[-1]
+    first, last = rows[(len(rows) - 1) // 3], rows[-1]
     mean_first, mean_last = first["response_tokens_per_second"], last["response_tokens_per_second"]
     return (last["step"] - first["step"]) / (last["step"] / mean_last - first["step"] / mean_first)
 
@@ -214,4 +214,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [WORKER]:
         work(*sys.argv[2:])
     else:
-        tyro.cli(CompareSharding).run()
+        raise SystemExit(run_command("__main__:CompareSharding", sys.argv[1:], prog="compare_sharding.py"))

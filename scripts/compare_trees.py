@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
@@ -35,7 +34,7 @@ from infer.generate import Generator
 from infer.hardware import hardware
 from infer.loading import Dtype, load_model, load_with_tree
 from infer.output_file import write_text
-from infer.prompts import encode_chat, load_prompts
+from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree import Tree
 from infer.tree_builders import expected_length
 from infer.tree_spec import parse_tree
@@ -43,8 +42,10 @@ from infer.tune.auto_tree import expected_length as expected_beam_length
 from infer.tune.tuned_check import engine_name
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, save_heads
+from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
+from medusa_heads.versions import commit, versions
 
 PLAIN = "none"
 MEDUSA_TREE = str(Path(__file__).parent / "mc_sim_7b_63.json")
@@ -77,6 +78,7 @@ class CompareTrees:
     json: Path | None = None
     """Also write the figures to this file."""
 
+    @torch.inference_mode()
     def run(self) -> None:
         base_model.quiet_transformers()
         model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
@@ -88,7 +90,10 @@ class CompareTrees:
                 rows = [row | found for row, found in zip(rows, decoded, strict=True)]
         print_rows(rows)
         if self.json is not None:
-            facts = {"hardware": hardware(model.device), "batch_size": self.batch_size, "max_new_tokens": self.max_new_tokens}
+            facts = {"hardware": hardware(model.device), "versions": versions(), "commit": commit(), "dtype": self.dtype}
+            facts |= {"batch_size": self.batch_size, "max_new_tokens": self.max_new_tokens}
+            if self.prompts is not None:
+                facts["prompts"] = {"file": str(self.prompts), "sha256": file_sha256(self.prompts), "num": len(prompt_ids)}
             write_text(self.json, json.dumps({"rows": rows, **facts}, indent=1) + "\n")
 
     @contextmanager
@@ -160,5 +165,4 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        tyro.cli(CompareTrees).run()
+    raise SystemExit(run_command("__main__:CompareTrees", sys.argv[1:], prog="compare_trees.py"))

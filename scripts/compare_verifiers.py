@@ -29,6 +29,7 @@ from infer.bench.figures import tokens_per_second
 from infer.bench.measure import Answer, make_batches, measure
 from infer.bench.rows import Decoding, GeneratorRow
 from infer.drafters.heads import HeadsDrafter
+from infer.engine.packed_heads import heads_for
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.hardware import hardware
@@ -38,9 +39,9 @@ from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree_spec import parse_tree
 from infer.verifiers import NO_DRAFTER, SHAPE_NEEDED, BestVerifier, SampledShape, VerifierChoice, is_lossless
 from medusa_heads import base_model
-from medusa_heads.checkpoint import in_dtype, load_heads
+from medusa_heads.checkpoint import load_heads
 from medusa_heads.cli import run_command
-from medusa_heads.versions import versions
+from medusa_heads.versions import commit, versions
 
 OWN_TREE = "its own"  # of the drafters besides the heads
 
@@ -113,7 +114,13 @@ class CompareVerifiers:
             print(f"over all trees, {cell_name(row)}: {row['verifier']} over {row['tree']}, {row['tokens_per_second']:.1f} tokens/s")
         if self.json is not None:
             prompts = {"file": str(self.prompts), "sha256": file_sha256(self.prompts), "num": len(prompt_ids)}
-            facts = {"hardware": hardware(model.device), "versions": versions(), "prompts": prompts, "max_new_tokens": self.max_new_tokens}
+            facts = {
+                "hardware": hardware(model.device),
+                "versions": versions(),
+                "commit": commit(),
+                "prompts": prompts,
+                "max_new_tokens": self.max_new_tokens,
+            }
             facts |= {"dtype": str(model.dtype).removeprefix("torch."), "seed": self.seed}
             found = {"rows": rows, "auto": [asdict(best) for best in auto], "best": overall}
             write_text(self.json, json.dumps(found | facts, indent=1) + "\n")
@@ -149,8 +156,8 @@ class CompareVerifiers:
         parsed = parse_tree(tree, checkpoint)
         assert parsed is not None, "auto was refused"
         engine = fastest_copy(copies, [batch_size * (parsed.num_nodes + 1)])
-        heads = in_dtype(checkpoint, engine.dtype)
-        return Generator(engine, HeadsDrafter(engine, heads.heads, parsed, draft_vocabulary=heads.draft_vocabulary))
+        heads = heads_for(checkpoint, engine)
+        return Generator(engine, HeadsDrafter.from_checkpoint(engine, heads, parsed))
 
     def measure(self, ways: Sequence[Way], prompt_ids: Sequence[list[int]], decoding: Decoding) -> list[dict[str, Any]]:
         """One row of figures per way."""

@@ -19,23 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from infer.acceptance_stats import AcceptanceStats
 from infer.bench.command import Bench
+from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.output_file import write_text
 from infer.prompts import encode_chat, file_sha256, load_prompts
-from infer.tree import Tree
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads
+from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
-from medusa_heads.heads import MedusaHeads, create_heads
+from medusa_heads.heads import create_heads
 from medusa_heads.versions import commit, versions
 
 NUM_NODES = 64
@@ -99,23 +99,25 @@ class Figures:
         """Answers with heads against plain decoding, token for token."""
         model, tokenizer = base_model.load_base(self.base, dtype=torch.float32, device=self.device)
         prompts = self.prompts("mt_bench", tokenizer)
-        plain = self.answers(model, None, None, prompts, "plain")[0]
+        plain = self.answers(model, None, prompts, "plain")[0]
         figures: dict[str, float] = {}
-        for name, heads in self.heads_to_compare(model).items():
-            for tree in (BeamTree(16), BeamTree(NUM_NODES)) if name != "shipped" else (BeamTree(16),):
+        for name, drafter in self.drafters(model).items():
+            for num_nodes in (16, NUM_NODES) if name != "shipped" else (16,):
                 share = prompts if name == "shipped" else prompts[:NUM_CONTROL_PROMPTS]
-                found = self.answers(model, heads, tree, share, f"{name} beam:{tree.num_nodes}")[0]
-                figures[f"{name} beam:{tree.num_nodes}"] = sum(a == b for a, b in zip(found, plain, strict=False)) / len(share)
+                found = self.answers(model, drafter.with_tree(BeamTree(num_nodes)), share, f"{name} beam:{num_nodes}")[0]
+                figures[f"{name} beam:{num_nodes}"] = sum(a == b for a, b in zip(found, plain, strict=False)) / len(share)
         return {"figures": figures, "num_prompts": len(prompts), "num_control_prompts": min(NUM_CONTROL_PROMPTS, len(prompts))}
 
-    def heads_to_compare(self, model: PreTrainedModel) -> dict[str, MedusaHeads]:
+    def drafters(self, model: PreTrainedModel) -> dict[str, HeadsDrafter]:
         """The shipped heads; heads with random blocks; heads whose favourite is the base's least likely token."""
         wild = create_heads(HeadsConfig(num_heads=4), model).requires_grad_(False)
         wild.weight.normal_(std=0.2)
         wrong = create_heads(replace(HeadsConfig(num_heads=2), own_lm_head=True), model).requires_grad_(False)
         assert wrong.lm_head is not None
         wrong.lm_head.neg_()
-        return {"shipped": load_heads(self.heads, model).heads, "random": wild, "never right": wrong}
+        controls = {"random": wild, "never right": wrong}
+        shipped = HeadsDrafter.from_checkpoint(model, load_heads(self.heads, model), BeamTree(16))
+        return {"shipped": shipped} | {name: HeadsDrafter(model, heads, BeamTree(16)) for name, heads in controls.items()}
 
     def acceptance(self) -> dict[str, Any]:
         """Decoded acceptance lengths over trees of 64 nodes."""
@@ -125,15 +127,16 @@ class Figures:
         for name in self.files():
             prompts = self.prompts(name, tokenizer)
             for spec in (f"beam:{NUM_NODES}", f"static:{NUM_NODES}"):
-                stats = self.answers(model, checkpoint.heads, parse_tree(spec, checkpoint), prompts, f"{name} {spec}")[1]
+                tree = parse_tree(spec, checkpoint)
+                assert tree is not None
+                stats = self.answers(model, HeadsDrafter.from_checkpoint(model, checkpoint, tree), prompts, f"{name} {spec}")[1]
                 figures[f"{name} {spec}"] = stats.mean_acceptance_length
                 counts[f"{name} {spec}"] = stats.figures()
         return {"figures": figures, "counts": counts}
 
     def answers(
-        self, model: PreTrainedModel, heads: MedusaHeads | None, tree: Tree | BeamTree | None, prompts: list[list[int]], label: str
+        self, model: PreTrainedModel, drafter: Drafter | None, prompts: list[list[int]], label: str
     ) -> tuple[list[list[int]], AcceptanceStats]:
-        drafter = HeadsDrafter(model, heads, tree) if heads is not None and tree is not None else None
         generator = Generator(model, drafter)
         token_ids, stats = [], AcceptanceStats()
         for start in tqdm(range(0, len(prompts), self.batch_size), desc=label, unit="batch", file=sys.stderr):
@@ -165,4 +168,4 @@ class Figures:
 
 
 if __name__ == "__main__":
-    tyro.cli(Figures).run()
+    raise SystemExit(run_command("__main__:Figures", sys.argv[1:], prog="figures.py"))

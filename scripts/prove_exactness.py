@@ -122,7 +122,7 @@ class ProveExactness:
         """Decodes and checks one cell's prompts, keyed by their index."""
         parsed = parse_tree(tree, checkpoint)
         assert parsed is not None, "auto is refused"
-        drafter = HeadsDrafter(model, checkpoint.heads, parsed, draft_vocabulary=checkpoint.draft_vocabulary)
+        drafter = HeadsDrafter.from_checkpoint(model, checkpoint, parsed)
         generator, stats, answers = Generator(model, drafter, tokenizer=tokenizer), AcceptanceStats(), {}
         start, indices = perf_counter(), list(prompts)
         for first in range(0, len(indices), size):

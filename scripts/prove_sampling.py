@@ -116,7 +116,10 @@ class ProveSampling:
         prompts = [encode_chat(tokenizer, prompt.messages) for prompt in prompts_in_turn(self.prompts, self.num_prompts)]
         room = base_model.max_length(model) - self.max_new_tokens - checkpoint.config.num_heads  # at the limit trees are not verified
         if (longest := max(map(len, prompts))) > room:
-            raise ValueError(f"--prompts hold one of {longest} tokens, and --max-new-tokens {self.max_new_tokens} leave room for {room}")
+            raise ValueError(
+                f"--prompts hold one of {longest} tokens, and --max-new-tokens {self.max_new_tokens} leave room for {room}: "
+                "take it out, or lower --max-new-tokens"
+            )
         for name in names:
             yield name, self.cell(model, checkpoint, tokenizer, prompts, *self.grid()[name])
 
@@ -133,7 +136,7 @@ class ProveSampling:
     ) -> dict[str, Any]:
         parsed = parse_tree(tree, checkpoint)
         assert parsed is not None, "auto is refused"
-        recorder = RecordingDrafter(HeadsDrafter(model, checkpoint.heads, parsed, draft_vocabulary=checkpoint.draft_vocabulary))
+        recorder = RecordingDrafter(HeadsDrafter.from_checkpoint(model, checkpoint, parsed))
         generator = Generator(model, recorder, tokenizer=tokenizer)
         settings = GenerationConfig(do_sample=True, temperature=temperature, top_p=top_p, top_k=0)
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "generation_config": settings, "verifier": verifier}

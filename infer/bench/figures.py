@@ -54,7 +54,8 @@ def document_rows(measured: Measured, findings: Findings, prompts: Sequence[Prom
 
 
 def describe_row(row: BenchRow) -> dict[str, Any]:
-    """verifier: what judged the drafts, None where nothing is drafted; lossless: whether the text has the base's own law."""
+    """verifier: what judged the drafts (sample-and-match: greedy ones too, by the argmax), None where nothing is drafted; lossless:
+    whether the text has the base's own law."""
     drafts = isinstance(row, GeneratorRow) and row.generator.drafter.max_nodes > 0
     return {
         "verifier": row.verifier if drafts and isinstance(row, GeneratorRow) else None,

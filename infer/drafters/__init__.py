@@ -69,8 +69,8 @@ class Drafter(Protocol):
         return True
 
     def resize(self, num_nodes: int) -> None:
-        """From the next proposal on, at most num_nodes nodes besides the root: 1 up to the `max_nodes` of before any
-        resizing. Drafters of one fixed shape need not be able to."""
+        """From the next proposal on, at most num_nodes nodes besides the root: 1 up to the `max_nodes` of the last `start`.
+        Drafters of one fixed shape need not be able to."""
         raise AssertionError(f"{self.name} drafts one size")
 
     def observe(self, lengths: list[int], running: list[bool]) -> None:

@@ -36,7 +36,7 @@ class DraftModelDrafter(Drafter):
     name = "draft_model"
 
     def __init__(self, model: PreTrainedModel, draft: PreTrainedModel, length: int = DRAFT_LENGTH) -> None:
-        """Raises ValueError when `draft` cannot draft for `model`: another vocabulary, another device, or a
+        """Raises ValueError when `draft` cannot draft for `model`: a vocabulary of another size, another device, or a
         cache or attention that cannot follow a text whose last tokens change."""
         if length < 1:
             raise ValueError(f"length {length} must be at least 1")

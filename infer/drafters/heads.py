@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -13,14 +14,14 @@ from transformers import PreTrainedModel
 
 from infer.candidates import Candidates, beam_candidates, static_candidates
 from infer.drafters import Drafter, DraftSampling
-from infer.engine.packed_heads import packed_heads
-from infer.engine.packed_linear import is_packed, lm_head_rows
+from infer.engine.packed_linear import lm_head_rows
 from infer.sampled_candidates import sampled_candidates
 from infer.tree import Path_, Tree
 from infer.tree_builders import static_tree
 from infer.tree_spec import BeamTree
 from infer.verifiers import SampledShape
 from medusa_heads import base_model
+from medusa_heads.checkpoint import HeadsCheckpoint
 from medusa_heads.heads import DraftHeads
 
 
@@ -54,11 +55,11 @@ class HeadsDrafter(Drafter):
         draft_vocabulary: Tensor | None = None,
         static_nodes: Mapping[Path_, float] | None = None,
     ) -> None:
+        """Raises ValueError when a static tree is deeper than the heads, or names a rank beyond what is proposed."""
         self.num_proposed = heads.config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
         if isinstance(tree, Tree):
             tree.check(num_heads=heads.config.num_heads, vocab_size=self.num_proposed)
-        self.heads = packed_heads(heads) if is_packed(model) else heads
-        self.model, self.tree, self.static_nodes = model, tree, static_nodes
+        self.model, self.heads, self.tree, self.static_nodes = model, heads, tree, static_nodes
         self.static_trees: dict[int, Tree] = {}
         self.transform = base_model.logit_transform(model)
         self.vocabulary = draft_vocabulary.to(model.device) if draft_vocabulary is not None else None
@@ -67,6 +68,26 @@ class HeadsDrafter(Drafter):
             self.lm_head = lm_head_rows(self.lm_head, self.vocabulary)
         self.sampling: DraftSampling | None = None
         self.generators: list[torch.Generator] = []
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        model: PreTrainedModel,
+        checkpoint: HeadsCheckpoint,
+        tree: Tree | BeamTree,
+        *,
+        static_nodes: Mapping[Path_, float] | None = None,
+    ) -> HeadsDrafter:
+        """With the draft vocabulary that the heads were trained for. Raises ValueError as the constructor does."""
+        return cls(model, checkpoint.heads, tree, draft_vocabulary=checkpoint.draft_vocabulary, static_nodes=static_nodes)
+
+    def with_tree(self, tree: Tree | BeamTree) -> HeadsDrafter:
+        """Another drafter over the same layers. Raises ValueError as the constructor does."""
+        if isinstance(tree, Tree):
+            tree.check(num_heads=self.heads.config.num_heads, vocab_size=self.num_proposed)
+        other = copy.copy(self)
+        other.tree, other.static_trees = tree, {}
+        return other
 
     @property
     def max_nodes(self) -> int:

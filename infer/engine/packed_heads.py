@@ -9,36 +9,41 @@ others' weights. Only what is drafted can change by the rounding, never what is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from infer.engine.packed_linear import FLOAT16_MAX, PackedLinear
-from medusa_heads.heads import DraftHeads
+from infer.engine.packed_linear import FLOAT16_MAX, PackedLinear, is_packed
+from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype
 from medusa_heads.heads.medusa import MedusaHeads
 
 
-def packed_heads(heads: DraftHeads) -> DraftHeads:
-    """A packed copy of a family that has one and whose weights are float16 numbers; else the heads themselves."""
-    if isinstance(heads, MedusaHeads) and all(bool(p.abs().max() < FLOAT16_MAX) for p in heads.parameters()):
-        return PackedMedusaHeads(heads)
-    return heads
+def heads_for(checkpoint: HeadsCheckpoint, model: PreTrainedModel) -> HeadsCheckpoint:
+    """The checkpoint with heads in the model's type, and packed where its layers are and the heads' weights fit float16: made once, for
+    all drafters on this copy of the base."""
+    checkpoint = in_dtype(checkpoint, model.dtype)
+    if not is_packed(model) or any(bool(p.abs().max() > FLOAT16_MAX) for p in checkpoint.heads.parameters()):
+        return checkpoint
+    return replace(checkpoint, heads=PackedMedusaHeads(checkpoint.heads))
 
 
-class PackedMedusaHeads(nn.Module):
-    """MedusaHeads, packed for single texts; several rows share what is read, and go through the heads as they are."""
+class PackedMedusaHeads(MedusaHeads):
+    """Shares the parameters of heads that no longer train, and packs them for single texts; several rows share what is read, and go
+    through the heads as they are."""
 
     def __init__(self, heads: MedusaHeads) -> None:
-        super().__init__()
-        self.config, self.heads = heads.config, heads
-        self.layers: dict[int, list[PackedLinear]] = {}  # by number of heads asked for, packed when first asked for
+        nn.Module.__init__(self)
+        self.config, self.weight, self.bias, self.lm_head = heads.config, heads.weight, heads.bias, heads.lm_head
+        self.packed: dict[int, list[PackedLinear]] = {}  # by number of heads asked for, packed when first asked for
         own = () if heads.lm_head is None else heads.lm_head.unbind()
-        self.lm_heads = nn.ModuleList(PackedLinear(weight_VD, None) for weight_VD in own)
+        self.packed_lm_heads = [PackedLinear(weight_VD, None) for weight_VD in own]
 
     def draft_states(self, hidden_RD: Tensor, num_heads: int | None = None) -> Tensor:
-        """As MedusaHeads.draft_states."""
         if len(hidden_RD) > 1:
-            return self.heads.draft_states(hidden_RD, num_heads)
+            return super().draft_states(hidden_RD, num_heads)
         count = self.config.num_heads if num_heads is None else min(num_heads, self.config.num_heads)
         states_KD = hidden_RD.expand(count, -1)
         for layer in self._layers(count):
@@ -47,13 +52,12 @@ class PackedMedusaHeads(nn.Module):
         return states_KD[None]
 
     def own_logits(self, draft_states_RKD: Tensor) -> Tensor | None:
-        """As MedusaHeads.own_logits."""
-        if not len(self.lm_heads):
+        if self.lm_head is None:
             return None
-        return torch.stack([self.lm_heads[k](states_RD) for k, states_RD in enumerate(draft_states_RKD.unbind(1))], dim=1)
+        return torch.stack([self.packed_lm_heads[k](states_RD) for k, states_RD in enumerate(draft_states_RKD.unbind(1))], dim=1)
 
     def _layers(self, num_heads: int) -> list[PackedLinear]:
-        if num_heads not in self.layers:
-            parts = zip(self.heads.weight[:, :num_heads], self.heads.bias[:, :num_heads], strict=True)
-            self.layers[num_heads] = [PackedLinear(weight_KDD.flatten(0, 1), bias_KD.flatten()) for weight_KDD, bias_KD in parts]
-        return self.layers[num_heads]
+        if num_heads not in self.packed:
+            parts = zip(self.weight[:, :num_heads], self.bias[:, :num_heads], strict=True)
+            self.packed[num_heads] = [PackedLinear(weight_KDD.flatten(0, 1), bias_KD.flatten()) for weight_KDD, bias_KD in parts]
+        return self.packed[num_heads]

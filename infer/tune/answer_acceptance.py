@@ -47,7 +47,7 @@ def measure_acceptance(
             f"--prompts: the answers give {available} positions to measure on, at least {MIN_POSITIONS} are needed: "
             "give more prompts or a larger --max-new-tokens"
         )
-    drafter = HeadsDrafter(model, checkpoint.heads, BeamTree(num_heads), draft_vocabulary=checkpoint.draft_vocabulary)
+    drafter = HeadsDrafter.from_checkpoint(model, checkpoint, BeamTree(num_heads))
     positions = _runs(model, num_heads, prompt_ids, answers, keep=min(1.0, num_positions / available))
     runs = ((drafter.draft_logits(hidden_RD), truth_RK, root_R) for hidden_RD, truth_RK, root_R in positions)
     measured = measure_runs(runs, draft_vocabulary=drafter.vocabulary)

@@ -26,7 +26,7 @@ from infer.verify import verify_greedy
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint
 
-SIZES = (0, 1, 2, 3, 5, 8, 11, 16, 24, 32, 48, 64)  # 5 and 11 fill the six rows of an AVX2 matmul kernel, 48 an AMX tile of 16
+SIZES = (0, 1, 2, 3, 5, 8, 11, 16, 24, 32, 48, 64)  # with the root, 5 and 11 fill the six rows of an AVX2 matmul kernel
 NUM_ROUNDS = 10
 TIME_LIMIT_S = 6.0
 HOPELESS = 1.5  # times slower than the best size so far, at the most tokens any size could give
@@ -69,7 +69,7 @@ class TreeChoice:
 
 
 def choose_tree(model: PreTrainedModel, checkpoint: HeadsCheckpoint, *, batch_size: int = 1, context: int = 256) -> TreeChoice:
-    """Measures this machine and picks the size of the beam tree; takes a few seconds.
+    """Measures this machine and picks the size of the beam tree; takes some six seconds per number of rows.
 
     context: cached tokens per row during the measurement.
     """
@@ -118,15 +118,15 @@ def measure_trees(
 ) -> dict[Key, StepTime]:
     """Step times of `trees`, given in growing order of size, up to where latency alone rules out more nodes.
 
-    lengths: expected acceptance length of every tree. The fastest round of each counts: what
-    else a machine does only adds to it. The trees take turns, so that one that slows down for long slows all of them.
+    lengths: expected acceptance length of every tree. The fastest draft and the fastest forward of each count: what
+    else a machine does only adds to them. The trees take turns, so that one that slows down for long slows all of them.
     """
     context = min(context, longest_context(model, trees))
     room = context + _most_nodes(trees) + 1
     cache = KVCache(base_model.cache_layer_shapes(model), batch_size, room, dtype=model.dtype, device=model.device)
     cache.lengths = [context] * batch_size  # zeros stand for real keys and values: they cost the same
-    vocabulary = checkpoint.draft_vocabulary
-    drafters = {key: HeadsDrafter(model, checkpoint.heads, tree, draft_vocabulary=vocabulary) for key, tree in trees.items()}
+    drafter = HeadsDrafter.from_checkpoint(model, checkpoint, BeamTree(0))
+    drafters = {key: drafter.with_tree(tree) for key, tree in trees.items()}
     samples: dict[Key, list[tuple[float, float]]] = {key: [] for key in trees}
     longest = max(lengths[key] for key in trees)
     started = time.perf_counter()

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from infer.bench.command import check_room
 from infer.bench.report import require_matplotlib
+from infer.engine.packed_heads import heads_for
 from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.hardware import hardware
@@ -36,7 +37,7 @@ from infer.tune.pieces import Pieces
 from infer.tune.tune_report import plot_tuning, print_tuning
 from infer.tune.tune_store import finished, store
 from infer.tune.tuned_check import engine_name
-from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads, resolve_heads
+from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, resolve_heads
 from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
 
@@ -196,7 +197,7 @@ def measure_curve(
     a copy at one context."""
 
     def measure(engine: PreTrainedModel, context: int) -> list[dict[str, Any]]:
-        heads = in_dtype(checkpoint, engine.dtype)
+        heads = heads_for(checkpoint, engine)
         times = measure_trees(engine, heads, trees, lengths, batch_size=batch_size, context=context, time_limit_s=TIME_LIMIT_S)
         common = {"engine": engine_name(engine), "context": context}
         return [{**common, "kind": key[0], **step.figures(lengths[key], batch_size)} for key, step in times.items()]

@@ -72,12 +72,12 @@ def test_every_number_of_gpus_has_its_reference(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_speed_leaves_the_first_third_out() -> None:
-    """Two steps of 100 tokens in 10 s, then four in 8 s."""
-    rows = [
-        {"step": step, "response_tokens_per_second": tokens / seconds}
-        for step, tokens, seconds in ((1, 100, 9), (2, 200, 10), (6, 600, 18))
-    ]
-    assert speed(rows) == pytest.approx(400 / 8)
+    """40 steps of 100 tokens in 100 s, then 80 in 20 s."""
+    seconds = {20: 90, 40: 100, 60: 105, 80: 110, 100: 115, 120: 120}
+    rows = [{"step": step, "response_tokens_per_second": 100 * step / passed} for step, passed in seconds.items()]
+    assert speed(rows) == pytest.approx(8000 / 20)
+    rows[2]["response_tokens_per_second"] = 1.0  # not where the clock starts
+    assert speed(rows) == pytest.approx(8000 / 20)
 
 
 def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from infer.drafters.heads import HeadsDrafter
-from infer.engine.packed_heads import PackedMedusaHeads, packed_heads
+from infer.engine.packed_heads import PackedMedusaHeads, heads_for
 from infer.engine.packed_linear import FLOAT16_MAX, can_pack, packed_copy
 from infer.tree_spec import BeamTree
+from medusa_heads.checkpoint import HeadsCheckpoint
 from medusa_heads.heads.medusa import MedusaHeads
 from tests.random_heads import random_heads
 from tests.tiny_models import tiny_model
@@ -31,8 +34,7 @@ def hidden(rows: int) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_draft_states_are_those_of_the_heads(num_heads: int | None, rows: int) -> None:
     heads = float16_heads()
-    packed = packed_heads(heads)
-    assert isinstance(packed, PackedMedusaHeads)
+    packed = PackedMedusaHeads(heads)
     torch.testing.assert_close(packed.draft_states(hidden(rows), num_heads), heads.draft_states(hidden(rows), num_heads))
     assert packed.own_logits(heads.draft_states(hidden(rows))) is None
 
@@ -41,20 +43,33 @@ def test_draft_states_are_those_of_the_heads(num_heads: int | None, rows: int) -
 def test_own_logits_are_those_of_the_heads(num_heads: int) -> None:
     heads = float16_heads(own_lm_head=True)
     states_RKD = heads.draft_states(hidden(4), num_heads)
-    own, packed = heads.own_logits(states_RKD), packed_heads(heads).own_logits(states_RKD)
+    own, packed = heads.own_logits(states_RKD), PackedMedusaHeads(heads).own_logits(states_RKD)
     assert own is not None and packed is not None and packed.shape == own.shape
     torch.testing.assert_close(packed, own, atol=1e-4, rtol=1e-4)
 
 
 def test_only_the_heads_of_a_packed_base_are_packed() -> None:
     heads = float16_heads()
-    plain = MODEL.float()
-    assert HeadsDrafter(plain, heads, BeamTree(3)).heads is heads
-    packed = HeadsDrafter(packed_copy(tiny_model("llama").bfloat16()), heads, BeamTree(3)).heads
-    assert isinstance(packed, PackedMedusaHeads) and packed.config is heads.config
+    checkpoint = HeadsCheckpoint(heads, heads.config, Path("heads"))
+    plain, packed = heads_for(checkpoint, MODEL), heads_for(checkpoint, packed_copy(MODEL))
+    assert type(plain.heads) is MedusaHeads and plain.heads.weight.dtype == torch.bfloat16
+    assert isinstance(packed.heads, PackedMedusaHeads) and packed.heads.weight is heads.weight
 
 
-def test_weights_that_are_no_float16_numbers_stay_as_they_are() -> None:
+def test_drafters_on_one_copy_share_what_is_packed() -> None:
+    heads = float16_heads()
+    model = packed_copy(MODEL)
+    checkpoint = heads_for(HeadsCheckpoint(heads, heads.config, Path("heads")), model)
+    first = HeadsDrafter.from_checkpoint(model, checkpoint, BeamTree(2))
+    second = HeadsDrafter.from_checkpoint(model, checkpoint, BeamTree(2)).with_tree(BeamTree(3))
+    assert isinstance(checkpoint.heads, PackedMedusaHeads) and not checkpoint.heads.packed
+    for drafter, counts in ((first, {2}), (second, {2, 3}), (first, {2, 3})):
+        drafter.propose(torch.tensor([5]), hidden(1), [])
+        assert set(checkpoint.heads.packed) == counts
+    assert (first.max_nodes, second.max_nodes) == (2, 3)
+
+
+def test_weights_beyond_float16_stay_as_they_are() -> None:
     heads = float16_heads()
     heads.weight.data[0, 0, 0, 0] = 2 * FLOAT16_MAX
-    assert packed_heads(heads) is heads
+    assert heads_for(HeadsCheckpoint(heads, heads.config, Path("heads")), packed_copy(MODEL)).heads is heads
