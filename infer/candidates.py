@@ -94,6 +94,7 @@ def beam_candidates(
     if vocabulary is not None:
         tokens_BKW = vocabulary[tokens_BKW]
     log_q_BKW = top_logits - draft_logits_BKV.float().logsumexp(-1, keepdim=True)
+    log_q_BKW = log_q_BKW.nan_to_num(nan=-torch.inf, neginf=-torch.inf)  # a score that is no number must not pass a finite parent's
     if width == num_nodes and root_B.device.type == "cpu":
         return best_first_candidates(root_B, log_q_BKW, tokens_BKW)
     return fixed_shape_candidates(root_B, log_q_BKW, tokens_BKW, num_nodes)

@@ -55,20 +55,14 @@ class _Product:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.layer, self.num_parts = PackedLinear(weight, torch.cat(biases) if biases else None), len(linears)
-        self.inputs: Tensor | None = None
-        self.outputs: Tensor | None = None
-        self.num_taken = 0
+        self.layer = PackedLinear(weight, torch.cat(biases) if biases else None)
 
     def part(self, inputs: Tensor, start: int, end: int) -> Tensor:
-        """Columns start .. end - 1 of the product, made when the first of them is asked for, and let go of with the last."""
-        if self.outputs is None or self.inputs is not inputs:
-            self.inputs, self.outputs, self.num_taken = inputs, self.layer(inputs), 0
-        part = self.outputs[..., start:end]
-        self.num_taken += 1
-        if self.num_taken == self.num_parts:
-            self.inputs = self.outputs = None
-        return part
+        """Columns start .. end - 1 of the product. It is kept on `inputs`, and goes with them: threads may share the model."""
+        kept: tuple[_Product, Tensor] | None = getattr(inputs, "product", None)
+        if kept is None or kept[0] is not self:
+            kept = inputs.product = (self, self.layer(inputs))  # type: ignore[attr-defined]
+        return kept[1][..., start:end]
 
 
 class _PartOfProduct(nn.Module):

@@ -163,6 +163,18 @@ def test_the_heap_lists_the_best_path_first() -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+@given(bad=st.sampled_from(["nan", "inf", "-inf", "huge"]), which=st.integers(0, 3), everywhere=st.booleans(), seed=st.integers(0, 10_000))
+def test_heads_that_give_no_numbers_still_draft_a_tree(bad: str, which: int, everywhere: bool, seed: int) -> None:
+    """On the fixed shapes (more nodes than the beam is wide) and by the heap."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_BKV = torch.randn(2, 4, 40, generator=generator)
+    value = 3e38 if bad == "huge" else float(bad)
+    spots = torch.ones(2, 40, dtype=torch.bool) if everywhere else torch.rand(2, 40, generator=generator) < 0.3
+    logits_BKV[:, which] = logits_BKV[:, which].masked_fill(spots, value)
+    for num_nodes, width in ((24, 6), (6, 6)):
+        check_structure(beam_candidates(torch.tensor([ROOT, ROOT]), logits_BKV, num_nodes, width), 4)
+
+
 def test_a_beam_that_is_too_narrow_is_told_from_the_optimum() -> None:
     """Control: the comparison above must be able to fail."""
     logits_BKV = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +14,7 @@ from infer.drafters.early_exit import EarlyExitDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.drafters.suffix import SuffixDrafter
+from infer.engine.packed_linear import can_pack, packed_copy
 from infer.generate import Generator, Step
 from infer.tree import chain
 from infer.tree_spec import BeamTree
@@ -110,6 +112,27 @@ def test_threads_on_one_model() -> None:
     alone = [answers(request()) for request in requests(model)]
     with ThreadPoolExecutor(4) as pool:  # a drafter may know one batch only: requests of their own
         assert list(pool.map(lambda request: answers(request()), requests(model))) == alone
+
+
+@pytest.mark.skipif(not can_pack(tiny_model("llama").bfloat16()), reason="FBGEMM does not run here")
+def test_threads_on_one_packed_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers joined into one product must not meet another thread's."""
+    model, heads = packed_copy(tiny_model("llama").bfloat16()), random_heads(tiny_model("llama"))
+    texts = [[5 + index, 6, 7, 8 + index] for index in range(6)]
+
+    def answer(text: list[int]) -> list[int]:
+        generator = Generator(model, HeadsDrafter(model, heads, BeamTree(8)))
+        return generator.generate([text], max_new_tokens=40, eos_ids=())[0].token_ids
+
+    alone = [answer(text) for text in texts]
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(6) as pool:
+            for _ in range(8):
+                assert list(pool.map(answer, texts)) == alone
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_cache_shared_between_requests_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
