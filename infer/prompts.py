@@ -119,7 +119,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]
         closed = tokenizer.apply_chat_template(list(messages), add_generation_prompt=False, tokenize=False)
         answered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "x"}], tokenize=False)
         encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=True)
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the base model's chat template refuses these messages: {error}") from None
     # Some templates need no generation prompt because the user's turn already ends where the answer begins.
     if text == closed and not answered[len(text) :].lstrip().startswith("x"):

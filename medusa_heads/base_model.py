@@ -182,6 +182,10 @@ def check_base(model: PreTrainedModel) -> None:
     with torch.no_grad():
         expected = model(input_ids=probe, use_cache=False).logits
         found = compute_logits(model, forward_hidden(model, probe))
+    if not bool(expected.isfinite().all()):
+        raise ValueError(
+            f"{name} gives logits that are not finite: its weights are damaged, or overflow in {expected.dtype}: try another --dtype"
+        )
     tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
     if found.shape != expected.shape or not torch.allclose(
         found.float(), expected.float(), rtol=tolerance, atol=tolerance * float(expected.abs().max())

@@ -88,9 +88,13 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
         tensors = load_file(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: the checkpoint is incomplete, copy it again") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error}): copy the checkpoint again") from None
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or truncated ({error}): copy it again") from None
     check_tensors(tensors, dict(heads.named_parameters()), path)
+    if bad := next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None):
+        raise ValueError(f"{path}: tensor `{bad}` holds values that are not finite: the heads are damaged, copy or train them again")
     heads.load_state_dict(tensors)
     heads.requires_grad_(False)
     static_nodes, acceptance = _read_measured(folder)

@@ -67,10 +67,15 @@ class HeadsConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         if error := unknown_keys_error(values, names, where="heads config"):
             raise ValueError(error)
-        try:
-            return cls(**values)
-        except TypeError as error:  # a number written as a string, and the like
-            raise ValueError(f"heads config holds a value of the wrong type ({error})") from None
+        for name, value in values.items():
+            default = getattr(cls(), name)
+            kind = str if default is None else type(default)
+            if type(value) is not kind and not (value is None and default is None):
+                raise ValueError(
+                    f"heads config: {name} is {value!r}, of the wrong type (expected {kind.__name__}): "
+                    "the checkpoint is damaged, copy it again"
+                )
+        return cls(**values)
 
     @classmethod
     def from_file(cls, path: Path) -> HeadsConfig:
@@ -78,7 +83,9 @@ class HeadsConfig:
             values = json.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"no config.json in {path.parent}: --heads needs a folder written by medusa-heads") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror}): copy the checkpoint again") from None
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds no JSON object: the checkpoint is damaged, copy it again")

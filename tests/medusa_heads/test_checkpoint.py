@@ -105,6 +105,22 @@ def test_a_truncated_weight_file_is_refused(folder: Path, kept: int) -> None:
         load_heads(folder, tiny_model("llama"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["bias"][0, 0, 0] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor `bias` holds values that are not finite"):
+        load_heads(folder, tiny_model("llama"))
+
+
+def test_a_base_whose_logits_are_not_finite_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(ValueError, match="logits that are not finite"):
+        base_model.check_base(model)
+
+
 def test_missing_and_broken_files_are_refused(folder: Path) -> None:
     model = tiny_model("llama")
     (folder / "trees" / "measured.json").write_text("{")

@@ -29,7 +29,12 @@ def test_counts_below_one_are_refused(name: str, value: int) -> None:
         ({"num_head": 3}, "unknown key 'num_head' \\(did you mean 'num_heads'\\?\\)"),
         ({"format_version": FORMAT_VERSION + 1}, "format_version 2.*upgrade medusa-heads"),
         ({"format_version": None}, "is this a medusa-heads checkpoint"),
-        ({"num_heads": "3"}, "wrong type"),
+        ({"num_heads": "3"}, "num_heads is '3', of the wrong type"),
+        ({"num_heads": 4.0}, "num_heads is 4.0, of the wrong type"),
+        ({"num_layers": True}, "num_layers is True, of the wrong type"),
+        ({"options": None}, "options is None, of the wrong type"),
+        ({"base_fingerprint": 5}, "base_fingerprint is 5, of the wrong type"),
+        ({"architecture": ["medusa"]}, "of the wrong type"),
         ({"num_heads": 0}, "num_heads is 0"),
     ],
 )
