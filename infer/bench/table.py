@@ -154,7 +154,7 @@ def remarks(document: dict[str, Any]) -> list[str]:
             lines.append(f"{name} is lossy: its text does not follow the base model's own law")
         if same is not None and same < 1:
             margins = f", first at margins up to {margin['max']:.4f} in the logits" if margin and margin["values"] else ""
-            lines.append(f"{name}: {round((1 - same) * row['num_prompts'])} answers differ from plain decoding's on the same copy{margins}")
+            lines.append(f"{name}: {round((1 - same) * row['num_prompts'])} answers differ from plain decoding's{margins}")
     drafted = {row["drafter"]: row["num_drafted_tokens"] for row in document["rows"]}
     for name in document["settings"]["step_seconds"]:
         if drafted[name] == 0:

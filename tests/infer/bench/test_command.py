@@ -398,7 +398,7 @@ def test_broken_drafter_is_seen(
     out = capsys.readouterr().out.rstrip("\n").split("\n")
     row = json.loads(out[-1])["rows"][3]
     assert row["identical_outputs"] == 0.0 and len(row["first_difference_margin"]["values"]) == 3
-    assert any(line.startswith("heads: 3 answers differ from base's") for line in out)
+    assert any(line.startswith("heads: 3 answers differ from plain decoding's") for line in out)
 
 
 @pytest.mark.parametrize(
