@@ -14,6 +14,8 @@ from torch import Tensor
 from infer.draft_laws import DraftLaws
 from infer.tree import Tree, ancestors_from_parents
 
+FILLER = 0  # drafted where a row has less to propose than the longest; verified like any other token
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -140,18 +142,34 @@ def fixed_shape_candidates(root_B: Tensor, log_q_BKW: Tensor, tokens_BKW: Tensor
 
 def best_first_candidates(root_B: Tensor, log_q_BKW: Tensor, tokens_BKW: Tensor) -> Candidates:
     """The W best paths of all that each head's best W tokens form, by a heap; log_q_BKW falls along W."""
+    rows = zip(log_q_BKW.tolist(), tokens_BKW.tolist(), strict=True)
+    return tree_candidates(root_B, [[(tokens[depth - 1][rank], parent) for parent, depth, rank in _best_first(q)] for q, tokens in rows])
+
+
+def tree_candidates(root_B: Tensor, trees: Sequence[Sequence[tuple[int, int]]]) -> Candidates:
+    """One tree per row: token and parent of every node, parents first, the root being node 0. A row with fewer nodes than the
+    largest gets a chain of fillers below its last node (a leaf, so that no two siblings are alike)."""
+    size = max(map(len, trees))
     tokens, parents, depths, ancestors = [], [], [], []
-    for root, log_q, proposed in zip(root_B.tolist(), log_q_BKW.tolist(), tokens_BKW.tolist(), strict=True):
-        nodes = _best_first(log_q)
-        tokens.append([root] + [proposed[depth - 1][rank] for _, depth, rank in nodes])
-        parents.append([0] + [parent for parent, _, _ in nodes])
-        depths.append([0] + [depth for _, depth, _ in nodes])
-        ancestors.append([[True] + [False] * len(nodes)])
-        for index, (parent, _, _) in enumerate(nodes, start=1):
-            above = ancestors[-1][parent].copy()
-            above[index] = True
-            ancestors[-1].append(above)
-    return Candidates(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths), torch.tensor(ancestors), max(map(max, depths)))
+    for root, tree in zip(root_B.tolist(), trees, strict=True):
+        nodes = [(root, 0), *tree, *((FILLER, node) for node in range(len(tree), size))]
+        row_depths, above = [0], [[True] + [False] * size]
+        for index, (_, parent) in enumerate(nodes[1:], start=1):
+            row_depths.append(row_depths[parent] + 1)
+            above.append(above[parent].copy())
+            above[index][index] = True
+        tokens.append([token for token, _ in nodes])
+        parents.append([parent for _, parent in nodes])
+        depths.append(row_depths)
+        ancestors.append(above)
+    device = root_B.device
+    return Candidates(
+        torch.tensor(tokens, device=device),
+        torch.tensor(parents, device=device),
+        torch.tensor(depths, device=device),
+        torch.tensor(ancestors, device=device),
+        max(map(max, depths)),
+    )
 
 
 def _best_first(log_q: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:

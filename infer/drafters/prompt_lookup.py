@@ -12,10 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.candidates import Candidates, chain_candidates
+from infer.candidates import FILLER, Candidates, chain_candidates
 from infer.drafters import Drafter
-
-FILLER = 0  # drafted where a row has less to propose than the longest; verified like any other token
 
 
 class PromptLookupDrafter(Drafter):

@@ -11,13 +11,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from infer.candidates import Candidates
+from infer.candidates import Candidates, tree_candidates
 from infer.drafters import Drafter
-from infer.drafters.prompt_lookup import FILLER
-from infer.tree import ancestors_from_parents
 
 ROOT = 0  # the automaton's state of the empty string
 Node = tuple[int, int]  # token, index of the parent (0 is the candidates' root)
@@ -63,30 +60,6 @@ class SuffixDrafter(Drafter):
             counts.extend(token)
         state, length = counts.repeated_tail(self.max_match)
         return counts.likeliest(state, self.num_nodes) if length >= self.min_match else []
-
-
-def tree_candidates(root_B: Tensor, trees: Sequence[Sequence[Node]]) -> Candidates:
-    """One tree per row; a row with fewer nodes than the largest gets a chain of fillers below its last node
-    (a leaf, so that no two siblings are alike)."""
-    size = max(map(len, trees))
-    tokens, parents, depths = [], [], []
-    for tree in trees:
-        padded = [*tree, *((FILLER, node) for node in range(len(tree), size))]
-        row_depths = [0]
-        for _, parent in padded:
-            row_depths.append(row_depths[parent] + 1)
-        tokens.append([token for token, _ in padded])
-        parents.append([0, *(parent for _, parent in padded)])
-        depths.append(row_depths)
-    device, deepest = root_B.device, max(map(max, depths))
-    parents_BN = torch.tensor(parents, device=device)
-    return Candidates(
-        torch.cat([root_B[:, None], torch.tensor(tokens, device=device)], dim=1),
-        parents_BN,
-        torch.tensor(depths, device=device),
-        ancestors_from_parents(parents_BN, depth=deepest),
-        deepest,
-    )
 
 
 class SuffixCounts:

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.drafters.prompt_lookup import FILLER, PromptLookupDrafter
+from infer.candidates import FILLER
+from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.generate import Generator
 from tests.tiny_models import tiny_model
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
 
-from infer.drafters.prompt_lookup import FILLER
+from infer.candidates import FILLER
 from infer.drafters.suffix import SuffixCounts, SuffixDrafter
 from infer.generate import Generator
 from tests.tiny_models import tiny_model
