@@ -67,8 +67,9 @@ class HeadsConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         if error := unknown_keys_error(values, names, where="heads config"):
             raise ValueError(error)
+        defaults = cls()
         for name, value in values.items():
-            default = getattr(cls(), name)
+            default = getattr(defaults, name)
             kind = str if default is None else type(default)
             if type(value) is not kind and not (value is None and default is None):
                 raise ValueError(

@@ -26,7 +26,7 @@ frozen=${FROZEN_HEADS:-$output/frozen}
 # shellcheck disable=SC2086  # options are words
 train tuned smollm2_medusa2 --data "$@" ${MEDUSA2:-}
 [ -f "$output/merged/config.json" ] || python3 -m medusa_heads.cli merge --adapter "$output/tuned/adapter" --output "$output/merged"
-[ -f "$output/report.json" ] || python3 scripts/medusa2_report.py --tuned "$output/merged" --answers "$@" --held-out 300 --references "$gsm8k" --device cuda \
-    --output "$output/report.json"
+[ -f "$output/report.json" ] || python3 scripts/medusa2_report.py --tuned "$output/merged" --answers "$@" --held-out 300 \
+    --references "$gsm8k" --device cuda --output "$output/report.json"
 figures frozen_figures embedded "$frozen"
 figures tuned_figures "$output/merged" "$output/tuned"

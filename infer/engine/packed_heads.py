@@ -22,12 +22,13 @@ from medusa_heads.heads.medusa import MedusaHeads
 
 
 def heads_for(checkpoint: HeadsCheckpoint, model: PreTrainedModel) -> HeadsCheckpoint:
-    """The checkpoint with heads in the model's type, and packed where its layers are and the heads' weights fit float16: made once, for
-    all drafters on this copy of the base."""
+    """The checkpoint with heads in the model's type, and medusa heads packed where its layers are and their weights fit float16: made
+    once, for all drafters on this copy of the base."""
     checkpoint = in_dtype(checkpoint, model.dtype)
-    if not is_packed(model) or any(bool(p.abs().max() > FLOAT16_MAX) for p in checkpoint.heads.parameters()):
+    heads = checkpoint.heads
+    if type(heads) is not MedusaHeads or not is_packed(model) or any(bool(p.abs().max() > FLOAT16_MAX) for p in heads.parameters()):
         return checkpoint
-    return replace(checkpoint, heads=PackedMedusaHeads(checkpoint.heads))
+    return replace(checkpoint, heads=PackedMedusaHeads(heads))
 
 
 class PackedMedusaHeads(MedusaHeads):
