@@ -13,6 +13,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from medusa_heads.json_text import parse_json
+
 MAX_NAMED_LINES = 5  # of a file with many broken lines, so that the message stays readable
 
 
@@ -72,7 +74,7 @@ def check_whole_characters(text: str, where: str) -> None:
 
 def _parse(line: str, number: int) -> Prompt:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not valid JSON ({error.msg})") from None
     messages = row.get("messages") if isinstance(row, dict) else None

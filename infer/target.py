@@ -146,7 +146,12 @@ class RowLaw:
                 scores_1V = top_p_cut(scores_1V, processor.top_p, processor.min_tokens_to_keep)
             else:
                 scores_1V = processor(ids_1T, scores_1V)
-        if not bool(torch.isfinite(scores_1V.max())):
+        most = float(scores_1V.max())
+        if most == torch.inf or most != most:
+            raise ValueError(
+                f"the logits overflow at temperature {self.temperature:g}: raise it, or take the most likely token (temperature 0)"
+            )
+        if most == -torch.inf:
             raise ValueError("the generation settings leave no token to choose from (all logits are masked): loosen them")
         return scores_1V[0]
 

@@ -9,13 +9,14 @@ has already chosen) is node 0 and is not written.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from medusa_heads.json_text import parse_json
 
 Path_ = tuple[int, ...]
 
@@ -105,7 +106,7 @@ def ancestors_from_parents(parents_BN: Tensor, depth: int | None = None) -> Tens
 def load_tree(path: str | Path) -> Tree:
     """Reads a tree from JSON: a list of rank paths, or an object with such a list under `choices`."""
     try:
-        values = json.loads(Path(path).read_text())
+        values = parse_json(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"--tree {path}: no such file; write auto, tuned, chain, beam:N, static:N or a JSON file of rank paths") from None
     except OSError as error:

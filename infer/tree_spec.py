@@ -11,13 +11,13 @@ auto           the beam tree whose size gives the most tokens per second on this
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from infer.tree import Tree, build_tree, chain, load_tree
 from infer.tree_builders import static_tree
 from medusa_heads.checkpoint import HeadsCheckpoint
+from medusa_heads.json_text import parse_json
 
 BEAM_WIDTH = 20
 TUNED_FILE = "trees/tuned.json"
@@ -53,14 +53,24 @@ def tuned_tree(checkpoint: HeadsCheckpoint) -> tuple[Tree | BeamTree, dict[str, 
     """
     path = checkpoint.folder / TUNED_FILE
     try:
-        document = json.loads(path.read_text())
+        document = parse_json(path.read_text())
+        _check_facts(document)
         return _stored_tree(document["choice"], checkpoint), document
     except FileNotFoundError:
         raise ValueError(
             f"--tree tuned: {checkpoint.folder} holds no tuned tree: run `medusa-heads tree` for these heads first, or give --tree auto"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--tree tuned: {path} is damaged ({error}): run `medusa-heads tree` again") from None
+
+
+def _check_facts(document: dict[str, Any]) -> None:
+    """What says where the tree was measured: a part may be absent, but is no other thing."""
+    for name in ("hardware", "settings", "prompts"):
+        if not isinstance(document.get(name, {}), dict):
+            raise ValueError(f"{name} is {document[name]!r}, not an object")
+    if not isinstance(engine := document["choice"].get("engine", ""), str):
+        raise ValueError(f"engine is {engine!r}, not a name")
 
 
 def _stored_tree(choice: dict[str, Any], checkpoint: HeadsCheckpoint) -> Tree | BeamTree:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.heads import FAMILIES, MedusaHeads
+from medusa_heads.json_text import parse_json
 from medusa_heads.quantization import short_name
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import versions
@@ -97,28 +98,31 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
         raise ValueError(f"{path}: tensor `{bad}` holds values that are not finite: the heads are damaged, copy or train them again")
     heads.load_state_dict(tensors)
     heads.requires_grad_(False)
-    static_nodes, acceptance = _read_measured(folder)
+    vocabulary = _read_vocabulary(folder, config.vocab_size)
+    num_proposed = config.vocab_size if vocabulary is None else len(vocabulary)
+    static_nodes, acceptance = _read_measured(folder, num_heads=config.num_heads, num_proposed=num_proposed)
     return HeadsCheckpoint(
         heads=heads.to(device=model.device, dtype=dtype or model.dtype).eval(),
         config=config,
         folder=folder,
         static_nodes=static_nodes,
         acceptance=acceptance,
-        draft_vocabulary=_read_vocabulary(folder, config.vocab_size),
+        draft_vocabulary=vocabulary,
     )
 
 
-def _read_measured(folder: Path) -> tuple[dict[tuple[int, ...], float], dict[int, float]]:
+def _read_measured(folder: Path, *, num_heads: int, num_proposed: int) -> tuple[dict[tuple[int, ...], float], dict[int, float]]:
     """Nodes of static trees and acceptance length, empty where nothing was measured."""
     path = folder / "trees" / "measured.json"
     if not path.is_file():
         return {}, {}
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): {REMEASURE}") from None
     try:
         nodes = {path_from_name(name): _number(share, least=0, most=1) for name, share in found.get("static_nodes", {}).items()}
+        _check_paths(nodes, num_heads=num_heads, num_proposed=num_proposed)
         acceptance = {int(n): _number(tau, least=1, most=int(n) + 1) for n, tau in found["acceptance_length"].items()}
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
@@ -126,6 +130,17 @@ def _read_measured(folder: Path) -> tuple[dict[tuple[int, ...], float], dict[int
             f"`acceptance_length`, 1 or more per count of nodes; {REMEASURE}"
         ) from None
     return nodes, acceptance
+
+
+def _check_paths(nodes: dict[tuple[int, ...], float], *, num_heads: int, num_proposed: int) -> None:
+    """Raises ValueError unless every first part of the list, which stands in falling order, is a tree that these heads can fill."""
+    known: set[tuple[int, ...]] = {()}
+    for path in nodes:
+        if len(path) > num_heads or not all(0 <= rank < num_proposed for rank in path):
+            raise ValueError(f"node {path_name(path)!r} is beyond {num_heads} heads that propose {num_proposed} tokens")
+        if path[:-1] not in known:
+            raise ValueError(f"node {path_name(path)!r} stands before its parent")
+        known.add(path)
 
 
 def path_name(path: tuple[int, ...]) -> str:
@@ -148,8 +163,16 @@ def _read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
     if not path.is_file():
         return None
     try:
-        ids = torch.tensor(json.loads(path.read_text()), dtype=torch.long)
-        valid = ids.dim() == 1 and len(ids) > 0 and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
+        found = parse_json(path.read_text())
+        ids = torch.tensor(found, dtype=torch.long)
+        valid = (
+            ids.dim() == 1
+            and all(type(token) is int for token in found)
+            and len(ids) > 0
+            and bool((ids.diff() > 0).all())
+            and int(ids[0]) >= 0
+            and int(ids[-1]) < vocab_size
+        )
     except (ValueError, TypeError, RuntimeError):
         valid = False
     if not valid:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from medusa_heads.json_text import parse_json
 from medusa_heads.suggest import unknown_keys_error
 
 FORMAT_VERSION = 1
@@ -81,12 +82,12 @@ class HeadsConfig:
     @classmethod
     def from_file(cls, path: Path) -> HeadsConfig:
         try:
-            values = json.loads(path.read_text())
+            values = parse_json(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"no config.json in {path.parent}: --heads needs a folder written by medusa-heads") from None
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}): copy the checkpoint again") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds no JSON object: the checkpoint is damaged, copy it again")

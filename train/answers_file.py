@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from infer.output_file import check_writable, remove_leftovers, replacing_file, write_text
+from medusa_heads.json_text import parse_json
 from medusa_heads.lock import lock_output
 
 ROWS_PER_SYNC = 32
@@ -129,7 +130,7 @@ class AnswersFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                 except ValueError:
                     raise ValueError(f"{self.partial_path}:{number} is damaged: remove the file to start over") from None
                 if number == 1:

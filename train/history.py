@@ -17,6 +17,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from infer.output_file import remove_leftovers, replacing_file, write_text
+from medusa_heads.json_text import parse_json
 
 FILE_NAME = "history.jsonl"
 PLOT_NAME = "history.png"
@@ -87,7 +88,7 @@ def read_history(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text().split("\n")[:-1]:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # cut by a full disk
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -16,6 +16,8 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 
+from medusa_heads.json_text import parse_json
+
 HUB_PREFIX = "hf:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".gz")
@@ -137,7 +139,7 @@ def _starts_an_array(path: Path) -> bool:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise ValueError(f"{where}: broken JSON ({error.msg} at {place})") from None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from medusa_heads.json_text import parse_json
 from medusa_heads.replacing import replacing_folder
 
 
@@ -107,7 +108,7 @@ def _write_state(state: dict[str, Any], path: Path) -> None:
 def _best_step(folder: Path) -> int | None:
     """The step of the best validation up to a checkpoint; None where there was none, or it cannot be read."""
     try:
-        best = _read_validations(json.loads((folder / "run.json").read_text())).best
+        best = _read_validations(parse_json((folder / "run.json").read_text())).best
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
     return best[0] if best else None
@@ -136,7 +137,7 @@ def newest_checkpoint(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Raises ValueError when a file of the checkpoint is missing or damaged."""
     try:
-        run = json.loads((folder / "run.json").read_text())
+        run = parse_json((folder / "run.json").read_text())
         with zipfile.ZipFile(folder / "state.pt") as archive:
             if name := archive.testzip():  # torch reads numbers without looking at their checksums
                 raise ValueError(f"wrong checksum of {name} in state.pt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -14,6 +13,7 @@ import requests
 
 from infer.prompts import check_whole_characters
 from infer.static.sampling import Sampling
+from medusa_heads.json_text import parse_json
 
 ENDPOINT = "/chat/completions"
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 600.0  # seconds; the answer of a large model arrives in one piece
@@ -103,8 +103,8 @@ class ChatServer:
         if response.status_code != 200:
             self._refused(response, body)
         try:
-            reply = json.loads(response.content)
-        except (ValueError, RecursionError) as error:
+            reply = parse_json(response.content)
+        except ValueError as error:
             raise _TryAgain(f"garbage: broken JSON ({_short(str(error))})") from None
         return parse_answer(reply, num_tokens=self.num_tokens)
 
@@ -133,7 +133,7 @@ class ChatServer:
         if response.status_code in (401, 403):
             self._refused(response, {})
         try:
-            models = {model["id"]: model for model in json.loads(response.content)["data"]} if response.status_code == 200 else {}
+            models = {model["id"]: model for model in parse_json(response.content)["data"]} if response.status_code == 200 else {}
         except (ValueError, KeyError, TypeError):
             return
         if models and self.model not in models:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa_heads.json_text import parse_json
 from train.state_maker import StateIndex, StateMaker
 
 VERSION = 1
@@ -86,7 +87,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         try:
-            values = json.loads((folder / "manifest.json").read_text())
+            values = parse_json((folder / "manifest.json").read_text())
             shards = [Shard(**shard) for shard in values["shards"]]
             return cls(dict(values["made_for"]), int(values["hidden_size"]), shards, dict(values["sha256"]))
         except (OSError, ValueError, TypeError, LookupError) as error:

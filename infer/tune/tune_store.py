@@ -11,6 +11,7 @@ from typing import Any
 from infer.output_file import write_text
 from infer.tree_spec import TUNED_FILE
 from infer.tune.expected_acceptance import Measured
+from medusa_heads.json_text import parse_json
 from medusa_heads.replacing import replacing_folder
 
 MEASURED_FILE = "trees/measured.json"
@@ -19,7 +20,7 @@ MEASURED_FILE = "trees/measured.json"
 def finished(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any] | None:
     """The stored document, where it was measured under the same `facts`; None where it was not, or is damaged."""
     try:
-        document = json.loads((folder / TUNED_FILE).read_text(encoding="utf-8"))
+        document = parse_json((folder / TUNED_FILE).read_text(encoding="utf-8"))
         known = {**facts, "settings": {name: document["settings"][name] for name in facts["settings"]}}
         same = known == facts and all(document[name] == facts[name] for name in facts if name != "settings")
     except (OSError, ValueError, KeyError, TypeError):

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, resolve_heads
 from medusa_heads.formats import Format, Probe, medusa_v1, medusa_v2, vllm
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.json_text import parse_json
 from medusa_heads.quantization import Quantization
 from medusa_heads.replacing import replacing_folder
 
@@ -91,7 +91,7 @@ def check_output(folder: Path) -> None:
 
 def _is_export(config: Path) -> bool:
     try:
-        values = json.loads(config.read_text())
+        values = parse_json(config.read_text())
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and (values.get("model_type") == "medusa" or "medusa_num_heads" in values)

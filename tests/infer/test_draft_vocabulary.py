@@ -65,7 +65,7 @@ def test_is_kept_with_the_heads(tmp_path: Path) -> None:
     save_heads(heads, tmp_path / "heads", card="card", draft_vocabulary=VOCABULARY)
     found = load_heads(tmp_path / "heads", model).draft_vocabulary
     assert found is not None and torch.equal(found, VOCABULARY)
-    for damaged in ("[3, 2]", "[1, 400]", "[-1, 2]", "{}", "[]", "[1,"):
+    for damaged in ("[3, 2]", "[1, 400]", "[-1, 2]", "{}", "[]", "[1,", "[1.0, 2.0]", "[true]", "[" * 100_000):
         (tmp_path / "heads" / "draft_vocabulary.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"draft_vocabulary\.json is damaged"):
             load_heads(tmp_path / "heads", model)

@@ -81,6 +81,10 @@ def test_templates_that_cannot_be_answered_are_refused() -> None:
     tokenizer.chat_template = "{{ raise_exception('no system turns') }}"
     with pytest.raises(ValueError, match="no system turns"):
         encode_chat(tokenizer, message)
+    for broken in ("{{ 1 / 0 }}", "{{ messages[7].content }}", "{{ messages + 1 }}"):
+        tokenizer.chat_template = broken
+        with pytest.raises(ValueError, match="chat template refuses these messages"):
+            encode_chat(tokenizer, message)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         encode_chat(tokenizer, message)

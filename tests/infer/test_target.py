@@ -215,6 +215,12 @@ def test_settings_that_leave_no_token_are_an_error() -> None:
         answers(Generator(model), suppress_tokens=list(range(base_model.vocab_size(model))))
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-44])
+def test_a_temperature_at_which_logits_overflow_is_an_error(temperature: float) -> None:
+    with pytest.raises(ValueError, match="the logits overflow at temperature 1e-4"):
+        answers(Generator(tiny_model("llama")), do_sample=True, temperature=temperature)
+
+
 def test_tokens_of_probability_zero_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     law = RowLaw(LogitsProcessorList(), seed=0)
     logits = torch.full((50,), -torch.inf)

@@ -87,6 +87,7 @@ def test_json_list_and_object_are_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("[[0], [1", "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ("5", "expected a list of rank paths"),
         ('{"paths": [[0]]}', "expected a list of rank paths"),
         ("[0, 1]", "expected a list of rank paths"),

@@ -143,6 +143,9 @@ def test_missing_and_broken_files_are_refused(folder: Path) -> None:
         *({"acceptance_length": {"16": length}} for length in (0, 0.5, -1.5, 18, math.nan, math.inf)),
         *({"acceptance_length": {"-3": 1.5}}, {"acceptance_length": {}, "static_nodes": {"0": -0.5}}, {}, {"static_nodes": {"0": 0.5}}),
         *({"acceptance_length": {}, "static_nodes": {"0": share}} for share in (1.5, math.nan)),
+        *({"acceptance_length": {}, "static_nodes": {path: 0.5}} for path in ("-1", "1000000", "0,0")),
+        {"acceptance_length": {}, "static_nodes": {"0,0": 0.5, "0": 0.5}},
+        {"acceptance_length": {}, "static_nodes": dict.fromkeys(("0", "0,0", "0,0,0", "0,0,0,0"), 0.5)},
     ],
 )
 def test_measurements_of_another_shape_are_refused(folder: Path, content: object) -> None:

@@ -45,7 +45,13 @@ def test_bad_values_are_refused(values: dict[str, object], message: str) -> None
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no config.json in"), (b'{"num_heads": 3', "not valid JSON"), (b"\xff\xfe", "not valid JSON"), (b"[1]", "no JSON object")],
+    [
+        (None, "no config.json in"),
+        (b'{"num_heads": 3', "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[1]", "no JSON object"),
+    ],
 )
 def test_bad_files_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     if content is not None:

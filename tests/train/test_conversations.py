@@ -57,6 +57,7 @@ def test_exact_tokens_are_kept_and_need_no_messages(tmp_path: Path) -> None:
 
 BAD_ROWS: list[tuple[Any, str]] = [
     ('{"messages": [', "broken JSON"),
+    ('{"messages": ' + "[" * 100_000, "nested too deeply"),
     ([1], "expected a JSON object"),
     ({"id": "x"}, "no `messages`"),
     ({"messages": "hi"}, "`messages` is str"),
