@@ -4,11 +4,14 @@
         --config configs/train/smollm2_medusa.yaml --max-steps 600 --device cuda --output outputs/objectives
 
 Every run is one `accelerate launch -m train`; its checkpoint is chosen by acceptance on the validation prompts. Then the chosen
-and the last checkpoint decode every file, in float32:
+and the last checkpoint meet every file, in float32:
 
 T=0        greedy, beam tree of 16 nodes, as in the validations
 T=1        sampled, the same tree: a draft is accepted where the base's own draw is on it
 T=1 drawn  drafts drawn from the heads, a chain, block verification: what `tv` is made for
+
+Drafts do not change the texts of the first two, so the base writes these once, and each checkpoint's steps are read off them
+(infer/tune/replay.py); the third is decoded, on the bench files.
 
 The same command goes on where it stopped, and takes further objectives, slot weights and seeds into the same folder. The last
 line printed, and OUTPUT/report.json, is one JSON document.
@@ -18,9 +21,11 @@ line printed, and OUTPUT/report.json, is one JSON document.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,13 +39,16 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
+from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
-from infer.generate import Generator
+from infer.generate import Generation, Generator
 from infer.hardware import hardware
 from infer.loading import load_model
 from infer.output_file import check_writable, write_text
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree_spec import parse_tree
+from infer.tune.answer_acceptance import text_hidden_states
+from infer.tune.replay import replay
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa_heads.versions import commit, versions
@@ -148,13 +156,48 @@ class CompareObjectives:
         for condition, (tree, options) in CONDITIONS.items():
             parsed = parse_tree(tree, heads)
             assert parsed is not None
-            generator = Generator(model, HeadsDrafter.from_checkpoint(model, heads, parsed))
-            options = options | {"max_new_tokens": self.max_new_tokens}
-            for file, ids in prompts.items():
-                starts = tqdm(range(0, len(ids), BATCH_SIZE), desc=f"{heads.folder.name}, {condition}", unit="batch", file=sys.stderr)
-                answers = [answer for i in starts for answer in generator.generate(ids[i : i + BATCH_SIZE], seed=i, **options)]
-                found.setdefault(condition, {})[file] = [(a.stats.num_steps, a.stats.num_accepted_tokens) for a in answers]
+            drafter, changes_text = HeadsDrafter.from_checkpoint(model, heads, parsed), "verifier" in options
+            for file in map(str, self.bench) if changes_text else prompts:
+                if changes_text:
+                    label = f"{heads.folder.name}, {condition}"
+                    stats = [a.stats for a in answer_all(Generator(model, drafter), prompts[file], self.max_new_tokens, options, label)]
+                else:
+                    stats = self.replayed(drafter, file, condition, prompts[file], depth=heads.config.num_heads)
+                found.setdefault(condition, {})[file] = [(s.num_steps, s.num_accepted_tokens) for s in stats]
         return found
+
+    def replayed(
+        self, drafter: HeadsDrafter, file: str, condition: str, prompts: list[list[int]], *, depth: int
+    ) -> Iterator[AcceptanceStats]:
+        eos_ids = base_model.end_of_sequence_ids(drafter.model)
+        for text in own_texts(drafter.model, file, condition, tuple(map(tuple, prompts)), self.max_new_tokens + depth - 1):
+            yield replay(drafter, *text, depth=depth, max_new_tokens=self.max_new_tokens, eos_ids=eos_ids)
+
+
+def answer_all(
+    generator: Generator, prompts: Sequence[Sequence[int]], max_new_tokens: int, options: dict[str, Any], label: str
+) -> list[Generation]:
+    starts = tqdm(range(0, len(prompts), BATCH_SIZE), desc=label, unit="batch", file=sys.stderr)
+    options = options | {"max_new_tokens": max_new_tokens}
+    return [answer for i in starts for answer in generator.generate(prompts[i : i + BATCH_SIZE], seed=i, **options)]
+
+
+@functools.cache
+def own_texts(
+    model: PreTrainedModel, file: str, condition: str, prompts: tuple[tuple[int, ...], ...], num_tokens: int
+) -> list[tuple[torch.Tensor, list[int], list[int]]]:
+    """Of each prompt: the hidden states [T, D] of prompt and answer, the prompt, and what the base writes, on beyond its end tokens.
+
+    Raises ValueError for an answer that the context has no room for.
+    """
+    options = CONDITIONS[condition][1] | {"eos_ids": ()}
+    answers = answer_all(Generator(model), prompts, num_tokens, options, f"{Path(file).name}, {condition}")
+    texts = []
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        if len(answer.token_ids) < num_tokens:
+            raise ValueError(f"{file}: prompt {index} and {num_tokens} tokens do not fit the base's context: lower --max-new-tokens")
+        texts.append((text_hidden_states(model, [*prompt, *answer.token_ids]), list(prompt), answer.token_ids))
+    return texts
 
 
 def lengths(counts_SP2: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from infer.candidates import beam_candidates
 from infer.tree import Path_
 from infer.tree_builders import NUM_RANKS, accepted_in_runs, best_nodes, decoded_length, static_tree
-from infer.verify import accept_matching
+from infer.tune.replay import matched_lengths
 from medusa_heads.checkpoint import path_from_name, path_name
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -78,7 +78,8 @@ def measure_runs(runs: Iterable[tuple[Tensor, Tensor, Tensor]], *, draft_vocabul
     for logits_RKV, truth_RK, root_R in runs:
         ranks.append(true_ranks(logits_RKV, truth_RK, draft_vocabulary).cpu())
         for num_nodes in NODE_COUNTS:
-            accepted[num_nodes].append(_accepted(root_R, logits_RKV, truth_RK, num_nodes, draft_vocabulary).cpu())
+            candidates = beam_candidates(root_R, logits_RKV, num_nodes, vocabulary=draft_vocabulary)
+            accepted[num_nodes].append(matched_lengths(candidates, truth_RK).cpu())
     if not ranks:
         return None
     ranks_RK = torch.cat(ranks)
@@ -126,10 +127,3 @@ def held_out_static_lengths(runs_RK: Sequence[Tensor], sizes: Iterable[int]) -> 
             trees = [(static_tree(nodes, size), runs) for nodes, runs in pairs]
             lengths[size] = decoded_length([accepted_R for tree, runs in trees for accepted_R in accepted_in_runs(runs, tree)])
     return lengths
-
-
-def _accepted(root_R: Tensor, logits_RKV: Tensor, truth_RK: Tensor, num_nodes: int, vocabulary: Tensor | None) -> Tensor:
-    candidates = beam_candidates(root_R, logits_RKV, num_nodes, vocabulary=vocabulary)
-    path_RK = torch.cat([root_R[:, None], truth_RK], 1)
-    truth_RN = path_RK.gather(1, candidates.depths_BN.expand_as(candidates.tokens_BN))
-    return accept_matching(candidates.tokens_BN == truth_RN, truth_RN, candidates).length_B
