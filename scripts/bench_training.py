@@ -6,7 +6,8 @@
 All run the same heads, AdamW and rows of random tokens, every position supervised, in one process. `online` and `device` take their
 batches from the trainer's own loader, with the base in every step or with its hidden states on the device from the start. The
 straightforward loop computes [K, B, T, V] logits and lets autograd differentiate torch's cross-entropy. `base_forward` is the base alone
-on the same batches, below which no online step can get. Prints one JSON line.
+on the same batches, below which no online step can get. `liger`, if asked for, takes Liger-Kernel's fused linear cross-entropy for our
+loss (a GPU, `pip install liger-kernel`); it ranks no targets, which ours does for the accuracies of slots. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ class BenchTraining:
             batches = self.batches(headed, packed, accelerator, "device" if name == "device" else "online")
             _wait(device)
             seconds = time.perf_counter() - started
-            step = {"all_logits": all_logits, "base_forward": base_forward}.get(name, ours)
+            step = {"all_logits": all_logits, "base_forward": base_forward, "liger": liger}.get(name, ours)
             try:
                 found[name] = self.measure(step, headed, batches, accelerator) | {"seconds_before_the_first_step": seconds}
             except torch.OutOfMemoryError as error:  # all logits at once need tens of gigabytes; the other rows count all the same
                 print(f"{name}: {error}", file=sys.stderr)
-        for name, other in (("online", "all_logits"), ("device", "online"), ("online", "base_forward")):
+        for name, other in (("online", "all_logits"), ("online", "liger"), ("device", "online"), ("online", "base_forward")):
             if name in found and other in found:
                 found[f"speed_ratio_{name}_to_{other}"] = found[name]["tokens_per_second"] / found[other]["tokens_per_second"]
                 if device.type == "cuda":
@@ -175,6 +176,26 @@ def all_logits(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Ten
     for k, logits_BTV in enumerate(logits):
         shift = k + 2
         total = total + F.cross_entropy(logits_BTV[:, :-shift].flatten(0, 1).float(), ids[:, shift:].flatten())
+    return total
+
+
+def liger(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as FusedLoss
+    except ImportError as error:
+        raise ValueError(f"--which liger: {error}; pip install liger-kernel, or leave it out") from None
+    ids = batch.tensors["input_ids"]
+    with torch.no_grad():
+        hidden = base_model.forward_hidden(headed.base, ids)
+    states = headed.heads.draft_states(hidden.flatten(0, 1)).unflatten(0, ids.shape).to(hidden.dtype)  # [B, T, K, D]
+    weight = base_model.lm_head(headed.base).weight
+    if headed.draft_vocabulary is not None:
+        weight = weight[: len(headed.draft_vocabulary)]  # the tokens are drawn from its first rows
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for k in range(states.shape[2]):
+        shift = k + 2
+        states_ND, targets_N = states[:, :-shift, k].flatten(0, 1), ids[:, shift:].flatten()
+        total = total + FusedLoss.apply(states_ND, weight, targets_N)[0]
     return total
 
 
