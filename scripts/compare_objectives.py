@@ -25,7 +25,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -158,6 +158,7 @@ class CompareObjectives:
             assert parsed is not None
             drafter, changes_text = HeadsDrafter.from_checkpoint(model, heads, parsed), "verifier" in options
             for file in map(str, self.bench) if changes_text else prompts:
+                stats: Iterable[AcceptanceStats]
                 if changes_text:
                     label = f"{heads.folder.name}, {condition}"
                     stats = [a.stats for a in answer_all(Generator(model, drafter), prompts[file], self.max_new_tokens, options, label)]
