@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,9 @@ class Generator:
     ) -> Request:
         """Checks what `generate` takes, before any forward. Raises ValueError as it does."""
         texts = self._checked(prompts)
+        if max_new_tokens is not None and type(max_new_tokens) is not int:
+            raise ValueError(f"max_new_tokens is {max_new_tokens!r}; give a whole number")
+        eos_ids, stop = [eos_ids] if isinstance(eos_ids, int) else eos_ids, [stop] if isinstance(stop, str) else stop
         limits = self._limits(texts, max_new_tokens, generation_config)
         eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
         stop = [*stop, *stop_strings(generation_config)]
@@ -258,9 +262,14 @@ class Generator:
         return [min(limit, self.max_length - len(text)) for limit, text in zip(wanted, texts, strict=True)]
 
     def _checked(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        if not prompts:
+        if len(prompts) == 0:
             raise ValueError("no prompts were given")
-        texts = [list(prompt) for prompt in prompts]
+        if any(isinstance(prompt, (int, str)) for prompt in prompts):
+            raise ValueError("prompts is a list of prompts, each a list of token ids: put a single one into a list")
+        try:
+            texts = [[operator.index(token) for token in prompt] for prompt in prompts]
+        except TypeError:
+            raise ValueError("a prompt holds other things than token ids: encode it with the base's own tokenizer") from None
         for index, text in enumerate(texts):
             if not text:
                 raise ValueError(f"prompt {index} has no tokens")

@@ -76,6 +76,7 @@ def default_heads(base: str, heads: str | None) -> str:
         return heads
     if base == "embedded":
         return "pretrained"
+    base_model.check_exists(base)
     raise ValueError(f"--heads is needed for --base {base}: give a folder of heads trained for it, or `{NO_HEADS}` for plain decoding")
 
 

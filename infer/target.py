@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import torch
@@ -85,6 +86,8 @@ class ProcessedTarget:
         for row, (prompt, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
             processing, sampled = processors(len(prompt), limit)
             self.rows.append(RowLaw(processing, seed=row_seed(seed, row) if sampled else None))
+        self.lengths = [len(prompt) + limit for prompt, limit in zip(prompts, max_new_tokens, strict=True)]  # of whole texts
+        self.eos_ids = frozenset(eos_ids)
         first = self.rows[0]
         self.verifier = resolve_verifier(
             verifier,
@@ -111,7 +114,7 @@ class ProcessedTarget:
             path, token = [0], tokens[row][0]
             if running[row]:
                 tree = DraftTree(tuple(tokens[row]), tuple(parents[row]))
-                p = NodeLaws(law, tree, logits_BNV[row], texts[row])
+                p = NodeLaws(law, tree, logits_BNV[row], texts[row], length=self.lengths[row], eos_ids=self.eos_ids)
                 q: Laws = drawn.row(row, vocab_size=logits_BNV.shape[-1]) if drawn is not None else []
                 path, token = verdict(self.verifier, tree, p, q, law.draws, replace=drawn is not None and drawn.replace)
             paths.append(path)
@@ -123,6 +126,10 @@ class ProcessedTarget:
             torch.tensor([len(path) - 1 for path in paths], device=device),
             torch.tensor(bonus, device=device),
         )
+
+
+class NoTokenLeft(ValueError):
+    """The settings leave no token to choose from."""
 
 
 class RowLaw:
@@ -138,7 +145,7 @@ class RowLaw:
         return next((float(p.temperature) for p in self.processors if isinstance(p, TemperatureLogitsWarper)), 1.0)
 
     def scores(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-        """Processed logits, float32 [V]. Raises ValueError when the settings leave no token."""
+        """Processed logits, float32 [V]. Raises NoTokenLeft when the settings leave none."""
         scores_1V = logits_V.float()[None]
         ids_1T = torch.tensor([list(prefix)], device=logits_V.device) if len(self.processors) else None
         for processor in self.processors:
@@ -152,7 +159,7 @@ class RowLaw:
                 f"the logits overflow at temperature {self.temperature:g}: raise it, or take the most likely token (temperature 0)"
             )
         if most == -torch.inf:
-            raise ValueError("the generation settings leave no token to choose from (all logits are masked): loosen them")
+            raise NoTokenLeft("the generation settings leave no token to choose from (all logits are masked): loosen them")
         return scores_1V[0]
 
     def weights(self, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
@@ -166,17 +173,35 @@ class RowLaw:
 
 
 class NodeLaws:
-    """The law after each node of one row's tree, on the node's own prefix, computed when a node is first visited."""
+    """The law after each node of one row's tree, on the node's own prefix, computed when a node is first visited.
 
-    def __init__(self, law: RowLaw, tree: DraftTree, logits_NV: Tensor, text: Sequence[int]) -> None:
+    Verifiers look behind the end of an answer, and at drafts that the model would never write. Settings may leave no token there, which is
+    no error of the answer: such a node gets an arbitrary law, none of which is emitted.
+    """
+
+    def __init__(self, law: RowLaw, tree: DraftTree, logits_NV: Tensor, text: Sequence[int], *, length: int, eos_ids: Set[int]) -> None:
+        """length: of text and answer together, at most; eos_ids: the tokens that end it."""
         self.law, self.tree, self.logits_NV, self.text = law, tree, logits_NV, text
+        self.num_left, self.eos_ids = length - len(text), eos_ids
         self.known: dict[int, Tensor] = {}
 
     def __getitem__(self, node: int, /) -> Tensor:
         if node not in self.known:
-            below_root = [self.tree.tokens[ancestor] for ancestor in self.tree.path_to(node)[1:]]
-            self.known[node] = self.law.weights(self.logits_NV[node], [*self.text, *below_root])
+            path = self.tree.path_to(node)
+            below_root = [self.tree.tokens[ancestor] for ancestor in path[1:]]
+            try:
+                self.known[node] = self.law.weights(self.logits_NV[node], [*self.text, *below_root])
+            except NoTokenLeft:
+                is_behind_end = len(below_root) >= self.num_left or not self.eos_ids.isdisjoint(below_root)
+                if not is_behind_end and not self._is_never_written(path):
+                    raise
+                self.known[node] = torch.eye(1, self.logits_NV.shape[-1], device=self.logits_NV.device)[0]
         return self.known[node]
+
+    def _is_never_written(self, path: Sequence[int]) -> bool:
+        """Whether a token of the path has no probability after those above it."""
+        pairs = itertools.pairwise(path)
+        return not self.law.is_greedy and any(float(self[parent][self.tree.tokens[node]]) <= 0 for parent, node in pairs)
 
 
 def top_p_cut(scores_RV: Tensor, top_p: float, min_tokens_to_keep: int = 1) -> Tensor:

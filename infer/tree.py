@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,13 @@ def ancestors_from_parents(parents_BN: Tensor, depth: int | None = None) -> Tens
     return reach > 0
 
 
+def checked_paths(values: Any) -> list[list[int]]:
+    """What JSON holds -> rank paths. Raises ValueError where it is something else."""
+    if not isinstance(values, list) or not all(isinstance(path, list) and all(type(rank) is int for rank in path) for path in values):
+        raise ValueError("expected a list of rank paths such as [[0], [1], [0, 0]]")
+    return values
+
+
 def load_tree(path: str | Path) -> Tree:
     """Reads a tree from JSON: a list of rank paths, or an object with such a list under `choices`."""
     try:
@@ -116,10 +124,8 @@ def load_tree(path: str | Path) -> Tree:
     choices = values.get("choices") if isinstance(values, dict) else values
     if choices == []:
         raise ValueError(f"--tree {path} names no nodes: add some, or decode plainly with --heads none")
-    if not isinstance(choices, list) or not all(isinstance(p, list) and all(type(r) is int for r in p) for p in choices):
-        raise ValueError(f"--tree {path}: expected a list of rank paths such as [[0], [1], [0, 0]]")
     try:
-        return build_tree(choices)
+        return build_tree(checked_paths(choices))
     except ValueError as error:
         raise ValueError(f"--tree {path}: {error}") from None
 

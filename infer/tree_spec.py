@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infer.tree import Tree, build_tree, chain, load_tree
+from infer.tree import Tree, build_tree, chain, checked_paths, load_tree
 from infer.tree_builders import static_tree
 from medusa_heads.checkpoint import HeadsCheckpoint
 from medusa_heads.json_text import parse_json
@@ -29,6 +29,10 @@ class BeamTree:
 
     num_nodes: int
     width: int = BEAM_WIDTH
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 0 or self.width < 1:
+            raise ValueError(f"a beam tree of {self.num_nodes} nodes out of beams of {self.width}: both must be larger")
 
 
 def most_beam_nodes(checkpoint: HeadsCheckpoint) -> int:
@@ -60,22 +64,23 @@ def tuned_tree(checkpoint: HeadsCheckpoint) -> tuple[Tree | BeamTree, dict[str, 
         raise ValueError(
             f"--tree tuned: {checkpoint.folder} holds no tuned tree: run `medusa-heads tree` for these heads first, or give --tree auto"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"--tree tuned: {path} is damaged ({error}): run `medusa-heads tree` again") from None
 
 
 def _check_facts(document: dict[str, Any]) -> None:
     """What says where the tree was measured: a part may be absent, but is no other thing."""
-    for name in ("hardware", "settings", "prompts"):
-        if not isinstance(document.get(name, {}), dict):
-            raise ValueError(f"{name} is {document[name]!r}, not an object")
+    for name, text in (("hardware", "cpu"), ("settings", "base"), ("prompts", "file")):
+        part = document.get(name, {})
+        if not isinstance(part, dict) or not isinstance(part.get(text, ""), str):
+            raise ValueError(f"{name} is {part!r}, not what `medusa-heads tree` writes")
     if not isinstance(engine := document["choice"].get("engine", ""), str):
         raise ValueError(f"engine is {engine!r}, not a name")
 
 
 def _stored_tree(choice: dict[str, Any], checkpoint: HeadsCheckpoint) -> Tree | BeamTree:
     if choice["kind"] == "static":
-        tree = build_tree(choice["paths"])
+        tree = build_tree(checked_paths(choice["paths"]))
         tree.check(num_heads=checkpoint.config.num_heads, vocab_size=num_proposed(checkpoint))
         return tree
     num_nodes = choice["num_nodes"]

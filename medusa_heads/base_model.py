@@ -70,8 +70,7 @@ def load_base(
         from medusa_heads.embedded import embedded_model_path
 
         base = str(embedded_model_path())
-    elif not os.path.isdir(base) and not _may_be_hub_id(base):
-        raise ValueError(f"--base {base!r}: no such folder; give a local folder, a hub id (owner/name) or `embedded`")
+    check_exists(base)
     try:
         config = AutoConfig.from_pretrained(base, revision=revision)
         check_config(config)
@@ -107,6 +106,14 @@ def load_tokenizer(base: str, *, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(base_path(base), revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(f"--base {base!r}: its tokenizer could not be loaded: {_why_not_loaded(base, error)}") from error
+
+
+def check_exists(base: str) -> None:
+    """Raises ValueError for what is neither a folder nor looks like the name of a model."""
+    if not os.path.isdir(base) and not _may_be_hub_id(base):
+        raise ValueError(f"--base {base!r}: no such folder; give a local folder, a hub id (owner/name) or `embedded`")
+    if os.path.isdir(base) and not os.path.exists(os.path.join(base, "config.json")):
+        raise ValueError(f"--base {base!r}: no config.json in this folder: give the folder of a model, a hub id or `embedded`")
 
 
 def _may_be_hub_id(base: str) -> bool:

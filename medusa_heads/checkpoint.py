@@ -114,16 +114,18 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
 def _read_measured(folder: Path, *, num_heads: int, num_proposed: int) -> tuple[dict[tuple[int, ...], float], dict[int, float]]:
     """Nodes of static trees and acceptance length, empty where nothing was measured."""
     path = folder / "trees" / "measured.json"
-    if not path.is_file():
+    if not path.exists():
         return {}, {}
     try:
         found = parse_json(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): {REMEASURE}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): {REMEASURE}") from None
     try:
         nodes = {path_from_name(name): _number(share, least=0, most=1) for name, share in found.get("static_nodes", {}).items()}
         _check_paths(nodes, num_heads=num_heads, num_proposed=num_proposed)
-        acceptance = {int(n): _number(tau, least=1, most=int(n) + 1) for n, tau in found["acceptance_length"].items()}
+        acceptance = {_count(n): _number(tau, least=1, most=int(n) + 1) for n, tau in found["acceptance_length"].items()}
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged ({error}): expected `static_nodes`, a share of 0 to 1 per rank path such as `0,2`, and "
@@ -152,6 +154,12 @@ def path_from_name(name: str) -> tuple[int, ...]:
     return tuple(map(int, name.split(",")))
 
 
+def _count(name: str) -> int:
+    if not 0 < (count := int(name)) < 2**31:
+        raise ValueError(f"{name} is no number of nodes")
+    return count
+
+
 def _number(value: Any, *, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:  # NaN is no such number either
         raise ValueError(f"{value!r} is no number between {least} and {most}")
@@ -160,7 +168,7 @@ def _number(value: Any, *, least: float, most: float) -> float:
 
 def _read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
     path = folder / VOCABULARY_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
         found = parse_json(path.read_text())
@@ -173,7 +181,7 @@ def _read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
             and int(ids[0]) >= 0
             and int(ids[-1]) < vocab_size
         )
-    except (ValueError, TypeError, RuntimeError):
+    except (OSError, ValueError, TypeError, RuntimeError):
         valid = False
     if not valid:
         raise ValueError(f"{path} is damaged: expected ascending token ids below {vocab_size}; copy the checkpoint again")

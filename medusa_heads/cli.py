@@ -76,7 +76,7 @@ def run_command(target: str, arguments: list[str], *, prog: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted: a command that writes files goes on where it was when it is given again", file=sys.stderr)
         return 130
 
 

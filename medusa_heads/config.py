@@ -12,6 +12,7 @@ from medusa_heads.json_text import parse_json
 from medusa_heads.suggest import unknown_keys_error
 
 FORMAT_VERSION = 1
+MOST = 1024  # heads, and blocks of one: far beyond any use, and before memory ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,9 @@ class HeadsConfig:
             raise ValueError(f"num_heads is {self.num_heads}; heads predict at least one position: set num_heads to 1 or more")
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}; a head needs at least one block: set num_layers to 1 or more")
+        for name in ("num_heads", "num_layers"):
+            if getattr(self, name) > MOST:
+                raise ValueError(f"{name} is {getattr(self, name)}; at most {MOST} are of use: set {name} lower")
 
     def to_json(self) -> str:
         return json.dumps({"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}, indent=2) + "\n"
@@ -91,4 +95,7 @@ class HeadsConfig:
             raise ValueError(f"{path} is not valid JSON ({error}): the checkpoint is damaged, copy it again") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds no JSON object: the checkpoint is damaged, copy it again")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None

@@ -105,6 +105,7 @@ def run(config: TrainConfig) -> Path:
         raise ValueError(
             f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(model)} tokens; lower it"
         )
+    check_token_ids(rows, base_model.vocab_size(model))
     vocabulary = None
     if config.init_heads:
         initial = load_heads(config.init_heads, model, dtype=torch.float32)
@@ -290,6 +291,17 @@ def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
     hashes = [hashlib.sha256(row_id.encode()).hexdigest() for row_id in rows["id"]]
     order = sorted(range(len(rows)), key=hashes.__getitem__)
     return rows.select(sorted(order[num_held_out:])), rows.select(sorted(order[:num_held_out]))
+
+
+def check_token_ids(rows: Any, vocab_size: int) -> None:
+    """Raises ValueError naming the first row whose token ids, stored with it, are another model's."""
+    for batch in rows.select_columns(["id", "input_ids"]).with_format("numpy").iter(1000):
+        for row_id, ids in zip(batch["id"], batch["input_ids"], strict=True):
+            if len(ids) and ids.max() >= vocab_size:
+                raise ValueError(
+                    f"data: conversation {row_id} holds token id {ids.max()}, and the base has {vocab_size} tokens: it was answered by "
+                    "another model; answer the prompts anew with `medusa-heads regenerate`"
+                )
 
 
 def frequent_tokens(rows: Any, size: int) -> Any:

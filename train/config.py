@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -146,14 +147,21 @@ class TrainConfig:
     """Start anew although output_dir holds checkpoints or finished heads."""
 
     def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            _require(not isinstance(value, float) or math.isfinite(value), name, f"{value} is no finite number")
         _require(self.data, "data", "name at least one JSONL file")
         for name in ("epochs", "batch_size", "gradient_accumulation_steps", "save_every", "keep_checkpoints", "log_every", "max_length"):
             _require(getattr(self, name) > 0, name, "must be above 0")
         _require(self.pack_length >= self.max_length, "pack_length", f"{self.pack_length} is below max_length {self.max_length}")
-        for name in ("max_steps", "limit", "draft_vocab_size"):
+        for name in ("max_steps", "limit"):
             _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
+        _require(
+            self.draft_vocab_size is None or self.draft_vocab_size > 1,
+            "draft_vocab_size",
+            "must be at least 2",
+        )
         _require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must lie in [0, 1)")
-        _require(0 < self.slot_decay <= 1, "slot_decay", "must lie in (0, 1]")
+        _require(0.01 <= self.slot_decay <= 1, "slot_decay", "must lie in [0.01, 1]")
         for name in ("learning_rate", "max_grad_norm"):
             _require(getattr(self, name) > 0, name, "must be above 0")
         _require(self.num_validation_prompts > 0, "num_validation_prompts", "must be above 0")

@@ -107,13 +107,16 @@ def plot_history(output_dir: Path) -> Path:
     rows = read_history(output_dir / FILE_NAME)
     slots = [name.removesuffix("/top1") for name in rows[0] if name.endswith("/top1")] if rows else []
     overlaps = {f"{slot}/overlap": f"{slot} overlap" for slot in slots}
-    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    acceptance = {ACCEPTANCE: "decoded", EXPECTED: "expected"}
+    validated = any(row.get(name) is not None for row in rows for name in acceptance)
+    figure = Figure(figsize=(14 if validated else 9.5, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    loss_axes, slot_axes, acceptance_axes = figure.subplots(1, 3)
-    _draw(loss_axes, rows, {"loss": "loss"}, "loss")
-    _draw(slot_axes, rows, {f"{slot}/top1": f"{slot} top-1" for slot in slots}, "slots")
-    _draw(slot_axes, rows, overlaps, "slots", style=":")
-    _draw(acceptance_axes, rows, {ACCEPTANCE: "decoded", EXPECTED: "expected"}, "acceptance length on validation", style="o-")
+    loss_axes, slot_axes, *acceptance_axes = figure.subplots(1, 3 if validated else 2)
+    _draw(loss_axes, rows, {"loss": "loss"}, "loss, summed over slots")
+    _draw(slot_axes, rows, {f"{slot}/top1": f"{slot} top-1" for slot in slots}, "share of positions where a slot is right")
+    _draw(slot_axes, rows, overlaps, "share of positions where a slot is right", style=":")
+    for axes in acceptance_axes:
+        _draw(axes, rows, acceptance, "acceptance length on validation", style="o-")
     path = output_dir / PLOT_NAME
     with replacing_file(path) as work:
         figure.savefig(work, dpi=120, format="png")

@@ -42,11 +42,11 @@ class Answerer(Protocol):
     def facts(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Regenerate:
     """Let the base model answer prompts, or write its own prompts first and answer those."""
 
-    base: str
+    base: str = "embedded"
     """The base model: `embedded`, a local folder, or a hub id. With --server only its tokenizer and chat template are read."""
     output: Path
     """Where the conversations go: JSONL, gzipped if the name ends in .gz. A manifest (.meta.json) is written beside it."""
@@ -107,7 +107,7 @@ class Regenerate:
         output = shard.file(self.output)
         rows = load_prompt_rows(self.prompts, limit=self.limit, data_format=self.data_format)
         if self.prompts and not rows:
-            raise ValueError(f"{', '.join(map(str, self.prompts))}: no prompts in there")
+            raise ValueError(f"--prompts {', '.join(map(str, self.prompts))}: no prompts in there; give rows with `messages`")
         if not self.self_prompts and not any(shard.holds(row.id) for row in rows):
             raise ValueError(f"shard {shard.index} of {shard.count} holds none of the {len(rows)} prompts: use fewer shards or processes")
         model, chat, settings = self._load(shard)

@@ -96,7 +96,7 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}:{number + 1}: the gzip file is damaged or cut short ({error}); copy it again") from None
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror or error}. Give {KNOWN_SOURCES}") from None
 
 
 def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from medusa_heads import base_model
 from train.headed_model import HeadedModel
 from train.packing import PackedDataset, RowsOrEmpty, collate, num_supervised_slots
+from train.windows import usable_workers
 
 
 def kept_positions(num_slots: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class StateMaker:
             RowsOrEmpty(self.rows),
             batch_sampler=groups,  # type: ignore[arg-type]
             collate_fn=collate,
-            num_workers=self.num_workers,
+            num_workers=usable_workers(self.num_workers),
         )
         for packed in loader:
             kept_S = kept_positions(packed.num_slots).flatten().nonzero()[:, 0].to(self.accelerator.device)

@@ -8,6 +8,7 @@ steps. Any step can be reached directly, which is what makes a resumed run the s
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,12 @@ class _Collate:
         return make_batch(collate(items), self.num_heads)
 
 
+def usable_workers(wanted: int) -> int:
+    """No more than there are cores for: more hinder each other, and torch warns of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(wanted, cores)
+
+
 def windows(
     rows: PackedDataset,
     plan: WindowPlan,
@@ -105,8 +112,8 @@ def windows(
         RowsOrEmpty(rows),
         batch_sampler=_Batches(plan, first_step, num_steps),  # type: ignore[arg-type]
         collate_fn=_Collate(num_heads),
-        num_workers=num_workers,
-        prefetch_factor=4 if num_workers else None,
+        num_workers=(num_loaders := usable_workers(num_workers)),
+        prefetch_factor=4 if num_loaders else None,
         persistent_workers=False,
         pin_memory=pin_memory,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from infer.loading import NO_HEADS, LoadedHeads, best_copy, check_tree_verifier,
 from infer.tree import Tree
 from infer.tune.step_times import Seconds, measure_forwards, sizes_up_to, step_curve
 from infer.verifiers import SampledShape, VerifierChoice, resolve_verifier
+from medusa_heads.checkpoint import resolve_heads
 from medusa_heads.suggest import suggest
 
 DRAFTERS = ("prompt_lookup", "suffix", "early_exit", "heads", "draft_model")
@@ -65,8 +67,11 @@ def load_all_heads(
     """Heads with their trees, by row; without names the default ones of the base. The copy of the base that is the fastest
     for the first decodes with all, so that heads are compared and not copies."""
     names = heads or (default_heads(base, None),)
+    for name in names:
+        resolve_heads(name)
     loaded: dict[str, LoadedHeads] = {}
     for row, name in zip(heads_row_names(names), names, strict=True):
+        print(f"loading {row}, and timing what they cost on this machine ...", file=sys.stderr, flush=True)
         engine = next(iter(loaded.values())).engine if loaded else None
         loaded[row] = load_with_tree(name, copies, tree, batch_size=batch_size, engine=engine)
     return loaded

@@ -114,7 +114,8 @@ def warm_up(rows: Sequence[BenchRow], batches: Sequence[Batch]) -> tuple[list[Be
     running: list[BenchRow] = []
     errors: dict[str, str] = {}
     for row in rows:
-        print(f"warming up {row.name} ...", file=sys.stderr, flush=True)
+        compiles = " (compiled first, which takes a minute or more)" if isinstance(row, CompiledBase) else ""
+        print(f"warming up {row.name}{compiles} ...", file=sys.stderr, flush=True)
         try:
             row.warm_up(batches)
             running.append(row)

@@ -29,6 +29,7 @@ PRIOR = 4.0  # accepted tokens that the expectation counts for at the beginning
 FIRST_PAUSE, LONGEST_PAUSE = 8, 256  # steps of plain decoding between trials
 TRIAL = 4  # drafts of a trial
 BEST_CASE = 2.0  # q of text that suits the drafts: a size that would not pay even there is not tried
+LEAST_EXPECTED = 1e-9  # tokens: drafts of which nothing is expected leave 0
 TRIAL_PRIOR = 2.0  # expected tokens that all before a trial count for: few, since the text may have changed
 
 
@@ -96,7 +97,7 @@ class AdaptiveDrafter(Drafter):
         kept = (1 - 1 / MEMORY) ** self.num_rows
         self.accepted = kept * self.accepted + sum(length for length, runs in zip(lengths, running, strict=True) if runs)
         gain = self.gains[max(size for size in self.gains if size <= self.drafted)]  # a drafter may have less to propose
-        self.expected = kept * self.expected + self.num_rows * gain
+        self.expected = max(kept * self.expected + self.num_rows * gain, LEAST_EXPECTED)
 
     def _next_size(self) -> int:
         if self.pause:

@@ -24,6 +24,8 @@ from medusa_heads import base_model
 
 DRAFT_LENGTH = 4
 
+LARGE = 1e30  # of logits, in float32
+
 
 class DraftModelDrafter(Drafter):
     """Drafts chains of `length` tokens with a model of its own over the base's vocabulary.
@@ -115,7 +117,9 @@ class DraftModelDrafter(Drafter):
             if uniform_CB is None:
                 drafted.append(logits_BV.argmax(-1))
             else:
-                laws.append((logits_BV.float() / self.temperature).softmax(-1))
+                scores_BV = logits_BV.float() / self.temperature
+                # Where a small temperature makes logits overflow, they share the draft: what is proposed is free to choose.
+                laws.append(scores_BV.nan_to_num(nan=0.0, posinf=LARGE, neginf=-LARGE).clamp(-LARGE, LARGE).softmax(-1))
                 drafted.append(draw(laws[-1], uniform_CB[step]))
         return torch.stack(drafted, dim=1), torch.stack(laws, dim=1) if laws else None
 

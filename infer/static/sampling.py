@@ -5,10 +5,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+LEAST_TEMPERATURE = 1e-3  # logits divided by less could overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"--temperature {self.temperature} is negative; 0 is greedy")
+        if self.temperature and not LEAST_TEMPERATURE <= self.temperature < math.inf:  # NaN is none of these
+            raise ValueError(f"--temperature {self.temperature}: must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g} and finite")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"--top-p {self.top_p} is not in (0, 1]; 1 keeps every token")
         if self.top_k < 0:

@@ -32,7 +32,7 @@ TOLERANCE = 1e-4  # of the largest logit: both sides run in float32 on the same 
 class Export:
     """Write heads in another engine's format."""
 
-    base: str
+    base: str = "embedded"
     """Base model the heads were trained on: `embedded`, a folder or a hub id."""
     heads: str
     """Heads checkpoint: a folder, or `pretrained`."""
@@ -126,8 +126,8 @@ def compare(heads: MedusaHeads, model: PreTrainedModel, target: Format, folder: 
     exact_RKV = own_logits(heads, model, hidden_RD, dtype=torch.float32)
     agreement = float((found_RKV.argmax(-1) == exact_RKV.argmax(-1)).float().mean())
     return (
-        f"reloaded and compared on {len(hidden_RD)} hidden states: logits differ by at most {difference:.2g}, "
-        f"first choice as in the checkpoint for {agreement:.1%} of {exact_RKV[..., 0].numel()} (rounded to {str(dtype).split('.')[-1]})"
+        f"reloaded and compared on {len(hidden_RD)} hidden states: logits differ by at most {difference:.2g} from those written in "
+        f"{str(dtype).split('.')[-1]}; first choice as in the checkpoint for {agreement:.1%} of {exact_RKV[..., 0].numel()}"
     )
 
 

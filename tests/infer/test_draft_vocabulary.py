@@ -69,3 +69,7 @@ def test_is_kept_with_the_heads(tmp_path: Path) -> None:
         (tmp_path / "heads" / "draft_vocabulary.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"draft_vocabulary\.json is damaged"):
             load_heads(tmp_path / "heads", model)
+    (tmp_path / "heads" / "draft_vocabulary.json").unlink()
+    (tmp_path / "heads" / "draft_vocabulary.json").mkdir()
+    with pytest.raises(ValueError, match=r"draft_vocabulary\.json is damaged"):
+        load_heads(tmp_path / "heads", model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -318,3 +319,27 @@ def test_wrong_requests_are_refused(texts: list[list[int]], max_new_tokens: int,
 def test_a_tree_deeper_than_the_heads_is_refused() -> None:
     with pytest.raises(ValueError, match="the tree is 4 deep but the heads predict 3 positions"):
         random_heads(tiny_model("llama"), chain(4))
+
+
+def test_near_types_are_understood_and_others_named() -> None:
+    generator = Generator(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    whole = generator.generate([[3, 9, 4]], max_new_tokens=12, eos_ids=())[0]
+    assert generator.generate(torch.tensor([[3, 9, 4]]), max_new_tokens=12, eos_ids=())[0] == whole  # type: ignore[arg-type]
+    third = whole.token_ids[2]
+    assert generator.generate([[3, 9, 4]], max_new_tokens=12, eos_ids=third)[0].finish_reason == "eos"  # type: ignore[arg-type]
+    stops: list[Any] = [[whole.text[4:9]], whole.text[4:9]]
+    listed, single = (generator.generate([[3, 9, 4]], max_new_tokens=12, eos_ids=(), stop=stop)[0] for stop in stops)
+    assert listed == single and listed.finish_reason == "stop"
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        ([3, 9, 4], {}, "put a single one into a list"),
+        ("hello", {}, "put a single one into a list"),
+        (["hello"], {}, "put a single one into a list"),
+        ([[1.5, 2.0]], {}, "other things than token ids"),
+        ([[3]], {"max_new_tokens": 1.5}, "max_new_tokens is 1.5; give a whole number"),
+        ([[3]], {"max_new_tokens": "5"}, "max_new_tokens is '5'; give a whole number"),
+    ]
+    for prompts_, options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            generator.generate(prompts_, **options)
+    with pytest.raises(ValueError, match="a beam tree of -1 nodes"):
+        BeamTree(-1)

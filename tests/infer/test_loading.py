@@ -79,7 +79,7 @@ def test_auto_draws_when_asked_to_and_its_nodes_are_known(tmp_path: Path, monkey
     assert texts(unknown, "auto") == texts(known, "auto") == texts(known, "auto", "sample-and-match") == texts(known, "beam:3")
     with pytest.raises(ValueError, match="--verifier traversal needs drafts that are drawn at random"):
         texts(unknown, "auto", "traversal")
-    with pytest.raises(ValueError, match="4 deep but the heads predict 3"):
+    with pytest.raises(ValueError, match="node '0,0,0,0' is beyond 3 heads"):
         texts(too_deep, "auto", "traversal")
 
 

@@ -14,7 +14,7 @@ from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.generate import Generator
 from infer.target import NUM_TOP, RowLaw, top_p_cut
-from infer.tree import Tree
+from infer.tree import Tree, build_tree, chain
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
 from tests.infer.scripted_drafter import ScriptedDrafter
@@ -213,6 +213,29 @@ def test_settings_that_leave_no_token_are_an_error() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="leave no token"):
         answers(Generator(model), suppress_tokens=list(range(base_model.vocab_size(model))))
+
+
+WIDE = build_tree([*([rank] for rank in range(10)), *([rank, 0] for rank in range(10)), [0, 0, 0], [1, 0, 1]])
+
+
+@pytest.mark.parametrize("verifier", ["greedy", "sample-and-match", "recursive-rejection", "traversal", "block", "token-rejection"])
+def test_no_law_is_asked_for_behind_the_end_of_an_answer(verifier: Any) -> None:
+    """No token may come twice, of twelve: after eight new ones to a prompt of four there is none left, and need not be."""
+    model = tiny_model("llama", seed=1, vocab_size=12)
+    settings = GenerationConfig(do_sample=verifier != "greedy", no_repeat_ngram_size=1, top_k=0)
+    tree = chain(3) if verifier in ("block", "token-rejection") else WIDE
+    generator = Generator(model, HeadsDrafter(model, random_heads(model, seed=1, num_heads=3), tree))
+    options: dict[str, Any] = {"generation_config": settings, "verifier": "auto" if verifier == "greedy" else verifier}
+    for seed in range(20):
+        found = generator.generate([[2, 0, 3, 1]], max_new_tokens=8, eos_ids=(), seed=seed, **options)[0].token_ids
+        assert sorted(found) == list(range(4, 12))
+        ended = generator.generate([[2, 0, 3, 1]], max_new_tokens=40, eos_ids=(5, 6, 7, 8), seed=seed, **options)[0]
+        assert ended.finish_reason == "eos" and len(set(ended.token_ids)) == len(ended.token_ids) <= 8
+    if verifier in ("greedy", "sample-and-match"):
+        plain = Generator(model).generate([[2, 0, 3, 1]], max_new_tokens=8, eos_ids=(), seed=19, generation_config=settings)
+        assert plain[0].token_ids == found
+    with pytest.raises(ValueError, match="leave no token"):
+        generator.generate([[2, 0, 3, 1]], max_new_tokens=9, eos_ids=(), **options)
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-44])

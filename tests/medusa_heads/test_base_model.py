@@ -157,7 +157,7 @@ def _times(forward: Any, factor: float) -> Any:
 def test_load_base_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such folder; give a local folder, a hub id"):
         base_model.load_base(str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match=r"--base .*: Unrecognized model"):
+    with pytest.raises(ValueError, match=r"--base .*: no config\.json in this folder: give the folder of a model"):
         base_model.load_base(str(tmp_path))
     with pytest.raises(ValueError, match="--dtype 'int8' is not one of float32, bfloat16, float16"):
         base_model.parse_dtype("int8")

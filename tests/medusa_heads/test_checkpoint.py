@@ -141,6 +141,7 @@ def test_missing_and_broken_files_are_refused(folder: Path) -> None:
         *({"acceptance_length": [1.5]}, {"acceptance_length": {"many": 1.5}}, {"acceptance_length": {"16": [1.5]}}),
         *({"acceptance_length": {"16": "1.5"}}, {"acceptance_length": {"16": True}}),
         *({"acceptance_length": {"16": length}} for length in (0, 0.5, -1.5, 18, math.nan, math.inf)),
+        *({"acceptance_length": {size: 1.5}} for size in ("0", str(10**30), str(10**400))),
         *({"acceptance_length": {"-3": 1.5}}, {"acceptance_length": {}, "static_nodes": {"0": -0.5}}, {}, {"static_nodes": {"0": 0.5}}),
         *({"acceptance_length": {}, "static_nodes": {"0": share}} for share in (1.5, math.nan)),
         *({"acceptance_length": {}, "static_nodes": {path: 0.5}} for path in ("-1", "1000000", "0,0")),

@@ -36,6 +36,8 @@ def test_counts_below_one_are_refused(name: str, value: int) -> None:
         ({"base_fingerprint": 5}, "base_fingerprint is 5, of the wrong type"),
         ({"architecture": ["medusa"]}, "of the wrong type"),
         ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_heads": 10**12}, "num_heads is 1000000000000; at most 1024"),
+        ({"num_layers": 10**30}, "num_layers is 1.*; at most 1024"),
     ],
 )
 def test_bad_values_are_refused(values: dict[str, object], message: str) -> None:

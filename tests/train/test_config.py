@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -122,7 +123,8 @@ def test_a_missing_file_is_refused() -> None:
     [
         *(("num_heads", 0), ("epochs", 0), ("max_steps", 0), ("held_out", -1), ("slot_decay", 0.0), ("learning_rate", 0.0)),
         *(("max_grad_norm", 0.0), ("max_grad_norm", -1.0), ("lk_eta", -1.0), ("weight_decay", -0.1), ("num_workers", -1), ("limit", 0)),
-        *(("seed", -1), ("seed", 2**32)),
+        *(("seed", -1), ("seed", 2**32), ("draft_vocab_size", 1), ("slot_decay", 1e-300), ("num_heads", 10**12)),
+        *((name, value) for name in ("epochs", "learning_rate", "lora_alpha", "lk_eta") for value in (math.nan, math.inf)),
     ],
 )
 def test_impossible_values_name_their_option(name: str, value: float) -> None:

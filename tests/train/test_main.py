@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from medusa_heads.checkpoint import load_heads
 from medusa_heads.lock import lock_output
 from medusa_heads.replacing import LOCK_NAME
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from train.__main__ import main, run, split_by_id
+from train.__main__ import check_token_ids, main, run, split_by_id
 from train.config import parse_config
 from train.history import ACCEPTANCE, FILE_NAME, read_history
 from train.run_state import checkpoint_folders
@@ -280,3 +281,10 @@ def test_split_depends_on_ids_alone() -> None:
     assert sorted(held["id"]) == sorted(again["id"]) and len(held) == 6
     train, held = split_by_id(rows, 6)
     assert not set(train["id"]) & set(held["id"]) and len(train) == 14
+
+
+def test_token_ids_of_another_model_are_named() -> None:
+    rows = datasets.Dataset.from_dict({"id": ["a", "b"], "input_ids": [[1, 2], [3, 99_999, 4]]})
+    check_token_ids(rows, 100_000)
+    with pytest.raises(ValueError, match="conversation b holds token id 99999, and the base has 300 tokens: it was answered by"):
+        check_token_ids(rows, 300)

@@ -196,3 +196,13 @@ def test_heads_that_propose_less_than_was_measured(num_heads: int, vocabulary: i
         drafter = AdaptiveDrafter(heads, lengths={0: 1.0, 8: 1.9, 64: 2.1}, seconds={1: seconds})
         found = Generator(MODEL, drafter).generate(texts, max_new_tokens=120, eos_ids=())
         assert [g.token_ids for g in found] == answers_of(MODEL, texts, 120) and found[0].stats.num_drafted_tokens
+
+
+def test_drafts_of_which_nothing_is_expected_end_in_no_division_by_zero() -> None:
+    drafter = AdaptiveDrafter(Chain(), lengths={0: 1.0, 2: 1.0}, seconds={1: {0: 1.0, 2: 0.9}})
+    root_B, hidden_BD = torch.zeros(64, dtype=torch.long), torch.zeros(64, 4)
+    drafter.start([[1]] * 64)
+    for _ in range(1200):
+        drafter.propose(root_B, hidden_BD, [[1]] * 64)
+        drafter.observe([0] * 64, [True] * 64)
+    assert drafter.expected > 0

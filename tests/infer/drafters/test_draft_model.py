@@ -279,3 +279,14 @@ def test_what_is_no_draft_model_is_refused(tmp_path: Path) -> None:
         load_draft_model(tmp_path / "nowhere", model, tiny_tokenizer())
     with pytest.raises(ValueError, match="length 0 must be at least 1"):
         DraftModelDrafter(model, model, length=0)
+
+
+@pytest.mark.parametrize("verifier", ["block", "token-rejection", "traversal"])
+def test_draft_logits_that_overflow_at_a_small_temperature_draft_on(verifier: VerifierChoice) -> None:
+    base, small = tiny_model("llama"), tiny_model("llama", seed=3)
+    small.lm_head.weight.data.mul_(50)
+    settings = sampled(temperature=1e-37, top_k=0)
+    found = Generator(base, DraftModelDrafter(base, small, 3)).generate(
+        [[1, 5, 7]], max_new_tokens=6, generation_config=settings, verifier=verifier
+    )
+    assert found[0].token_ids == Generator(base).generate([[1, 5, 7]], max_new_tokens=6)[0].token_ids  # as cold as greedy

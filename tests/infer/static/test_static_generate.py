@@ -242,3 +242,9 @@ def test_graphs_change_nothing(family: str, sampling: Sampling) -> None:
     found = answers(tiny_model(family).to("cuda"), texts, slots=9, new=150, sampling=sampling)  # type: ignore[arg-type]
     same = sum(found[key].token_ids == expected[key].token_ids for key in expected)
     assert same >= 38  # rounding may decide a near-tie
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"--temperature .*: must be 0, which is greedy, or at least 0\.001 and finite"):
+        Sampling(temperature=temperature)
