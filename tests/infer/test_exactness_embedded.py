@@ -22,7 +22,7 @@ PROMPTS = (
     "What is 17 plus 26? Explain each step.",
     "Give a Python function that reverses a string.",
 )
-NEW = 20
+NEW = 12
 
 pytestmark = pytest.mark.slow
 

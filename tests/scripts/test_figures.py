@@ -16,12 +16,12 @@ PROMPTS = ROOT / "scripts" / "demo_bench_prompts.jsonl"
 @pytest.mark.slow
 def test_exact_and_accepting_on_two_prompts(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "figures.py"), "--mt-bench", str(PROMPTS), "--gsm8k", str(PROMPTS)]
-    options = ["--output", str(tmp_path), "--limit-mt-bench", "2", "--limit-gsm8k", "1", "--max-new-tokens", "16"]
+    options = ["--output", str(tmp_path), "--limit-mt-bench", "2", "--limit-gsm8k", "1", "--max-new-tokens", "8"]
     result = subprocess.run([*command, *options, "--parts", "exact", "acceptance"], capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr
     exact = json.loads((tmp_path / "exact.json").read_text())["figures"]
     assert len(exact) == 5 and set(exact.values()) == {1.0}
     acceptance = json.loads((tmp_path / "acceptance.json").read_text())
-    assert all(length > 1.3 for length in acceptance["figures"].values())
+    assert all(length > 1.2 for length in acceptance["figures"].values())
     never = json.loads((tmp_path / "exact.json").read_text())
     assert never["num_prompts"] == 2
