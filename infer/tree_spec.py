@@ -32,7 +32,7 @@ class BeamTree:
 
     def __post_init__(self) -> None:
         if self.num_nodes < 0 or self.width < 1:
-            raise ValueError(f"a beam tree of {self.num_nodes} nodes out of beams of {self.width}: both must be larger")
+            raise ValueError(f"a beam tree of {self.num_nodes} nodes, {self.width} wide: it has 0 nodes or more and is at least 1 wide")
 
 
 def most_beam_nodes(checkpoint: HeadsCheckpoint) -> int:
@@ -70,9 +70,9 @@ def tuned_tree(checkpoint: HeadsCheckpoint) -> tuple[Tree | BeamTree, dict[str, 
 
 def _check_facts(document: dict[str, Any]) -> None:
     """What says where the tree was measured: a part may be absent, but is no other thing."""
-    for name, text in (("hardware", "cpu"), ("settings", "base"), ("prompts", "file")):
+    for name, text in (("hardware", None), ("settings", "base"), ("prompts", "file")):
         part = document.get(name, {})
-        if not isinstance(part, dict) or not isinstance(part.get(text, ""), str):
+        if not isinstance(part, dict) or (text and not isinstance(part.get(text, ""), str)):
             raise ValueError(f"{name} is {part!r}, not what `medusa-heads tree` writes")
     if not isinstance(engine := document["choice"].get("engine", ""), str):
         raise ValueError(f"engine is {engine!r}, not a name")

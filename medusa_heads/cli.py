@@ -76,7 +76,7 @@ def run_command(target: str, arguments: list[str], *, prog: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: a command that writes files goes on where it was when it is given again", file=sys.stderr)
+        print("interrupted (given again, regenerate, tree and training go on where they were)", file=sys.stderr)
         return 130
 
 
