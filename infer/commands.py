@@ -14,6 +14,7 @@ from infer.acceptance_stats import AcceptanceStats
 from infer.generate import Generator
 from infer.loading import Dtype, check_heads_options, load_generator
 from infer.prompts import encode_chat
+from infer.static.sampling import LEAST_TEMPERATURE
 from infer.verifiers import VerifierChoice, check_verifier, is_lossless
 from medusa_heads.arguments import OPTIONAL
 from medusa_heads.quantization import Quantization
@@ -43,7 +44,7 @@ class SamplingOptions:
     def generation_config(self) -> GenerationConfig | None:
         """None for plain greedy decoding. Raises ValueError naming an impossible option."""
         for name, value, possible, range_ in (
-            ("--temperature", self.temperature, self.temperature >= 0, "0 or more"),
+            ("--temperature", t := self.temperature, not t or t >= LEAST_TEMPERATURE, f"0 (greedy), or {LEAST_TEMPERATURE:g} and more"),
             ("--top-k", self.top_k, self.top_k >= 0, "0 or more"),
             ("--top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("--min-p", self.min_p, 0 <= self.min_p <= 1, "between 0 and 1"),

@@ -58,7 +58,12 @@ class WindowPlan:
 
     def rows_read(self, first_step: int, num_steps: int) -> set[int]:
         """Rows that this process reads from `first_step` on."""
-        return {row for step in range(first_step, num_steps) for batch in self.micro_batches(step) for row in batch if row >= 0}
+        rows: set[int] = set()
+        for step in range(first_step, num_steps):
+            rows.update(row for batch in self.micro_batches(step) for row in batch if row >= 0)
+            if len(rows) == self.num_rows:
+                break
+        return rows
 
 
 @functools.lru_cache(maxsize=2)

@@ -177,6 +177,7 @@ def test_bad_input_is_one_line(folders: tuple[str, str], capsys: pytest.CaptureF
     [
         (["--tree", "static:2", "--temperature", "1", "--verifier", "block"], "--verifier block is for chains"),
         (["--tree", "static:2", "--temperature", "inf"], "--temperature inf: give a finite number"),
+        (["--tree", "static:2", "--temperature", "1e-40"], "--temperature 1e-40: must be 0 (greedy), or 0.001 and more"),
         (["--tree", "beam:4", "--stop", ""], "a stop string is empty"),
         (["--tree", "beam:4", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--tree", "beam:4", "--system", "x " * 600], "the model's context ends at 512"),

@@ -174,6 +174,7 @@ def test_a_process_holds_only_what_it_reads(tmp_path: Path) -> None:
     lengths_P = index_states(trainer.rows).lengths_P
     held = [replace(plan, process_index=process).rows_read(0, plan.steps_per_epoch) for process in (0, 1)]
     assert held[0] | held[1] == set(range(len(trainer.rows))) and not held[0] & held[1]
+    assert trainer.plan.rows_read(0, 10**12) == held[0] | held[1], "found without walking through all steps"
     later = trainer.plan.rows_read(2, trainer.num_steps)
     store = hold_states(maker_of(trainer), trainer.plan, first_step=2, num_steps=trainer.num_steps)
     assert len(store.states_SD) == int(lengths_P[sorted(later)].sum()) < int(lengths_P.sum())
