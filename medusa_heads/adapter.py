@@ -29,6 +29,7 @@ class Adapter:
 
     def __init__(self, model: PeftModel) -> None:
         self.model = model
+        self.layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
 
     @classmethod
     def attach(cls, base: PreTrainedModel, *, rank: int, alpha: float | None = None, targets: Sequence[str] = (ALL_LINEAR,)) -> Adapter:
@@ -73,6 +74,18 @@ class Adapter:
         finally:
             self.model.base_model.enable_adapter_layers()  # type: ignore[operator]
 
+    @contextmanager
+    def left_to_autocast(self) -> Iterator[None]:
+        """Under autocast: peft would copy every layer's input to float32, the adapter's type, and autocast back again, to be kept for
+        the gradient; within the block autocast meets the input itself. The same numbers, fewer and smaller copies."""
+        for layer in self.layers:
+            layer.cast_input_dtype_enabled = False
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.cast_input_dtype_enabled = True
+
     def save(self, folder: Path, *, base_name: str) -> None:
         """peft's own format. base_name: the base it belongs to, for the record."""
         self.model.peft_config["default"].base_model_name_or_path = base_name
@@ -85,7 +98,7 @@ class Adapter:
 
         The sum is made in float64, so that every machine rounds it to the same weights, which heads are checked against.
         """
-        for layer in (m for m in self.model.modules() if isinstance(m, LoraLayer)):
+        for layer in self.layers:
             dtype = next(layer.get_base_layer().parameters()).dtype
             layer.double()  # type: ignore[attr-defined]
             layer.merge()  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ always get their whole gradient, which AdamW scales by itself, so that a ramp of
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class TunedModel(HeadedModel):
         output = self.heads_output(torch.lerp(hidden_MD.detach(), hidden_MD, heads_share), *pairs)
         base_loss = self._base_loss(hidden_MD, teacher_MD, positions, targets) * slot_weights[0]
         return output._replace(loss=output.loss + base_loss, base_loss=base_loss.detach())
+
+    def base_forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
+        with self.adapter.left_to_autocast() if torch.is_autocast_enabled(input_ids.device.type) else nullcontext():
+            return super().base_forward(input_ids, position_ids, document_ids)
 
     @torch.no_grad()
     def _untouched_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:

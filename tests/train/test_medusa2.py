@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,30 @@ def test_loss_and_gradients_equal_the_naive_ones(tmp_path: Path, family: str, ob
     assert all(gradient.any() for gradient in expected)
     torch.testing.assert_close(found[0], list(expected), atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(found[1], list(torch.autograd.grad(heads_loss, list(headed.heads.parameters()))), atol=1e-5, rtol=1e-3)
+
+
+def test_autocast_alone_casts_what_the_adapter_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bfloat16 base: loss and gradients are bit for bit those of peft's own casts, and less is kept for the gradient."""
+    headed = (trainer := make_trainer(tmp_path)).headed
+    randomise(headed.adapter)
+    for weight in base_model.weight_tensors(headed.base).values():
+        weight.data = weight.data.bfloat16()
+    batch = make_batch(collate([trainer.rows[0], trainer.rows[1]]), 3).tensors | {"slot_weights": torch.ones(3)}
+
+    def losses_and_kept() -> tuple[list[Tensor], int]:
+        kept: dict[int, int] = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t)  # type: ignore[func-returns-value]
+        headed.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16), hooks:
+            loss = headed(**batch, heads_share=0.3).loss
+        loss.backward()
+        return [loss.detach(), *[p.grad.clone() for part in (headed.adapter, headed.heads) for p in part.parameters()]], sum(kept.values())
+
+    ours, kept = losses_and_kept()
+    monkeypatch.setattr(Adapter, "left_to_autocast", nullcontext)
+    peft, kept_by_peft = losses_and_kept()
+    assert len(ours) > 10 and all(torch.equal(a, b) for a, b in zip(ours, peft, strict=True))
+    assert kept < 0.9 * kept_by_peft
 
 
 def test_the_base_is_held_to_the_end_of_an_answer_too(tmp_path: Path) -> None:
