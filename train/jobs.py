@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,22 @@ def make_jobs(rows: Sequence[PromptRow], chat: ChatTurns, *, sampling: Sampling,
             pieces = chat.pieces(row.turns)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from None
-        if samples == 1 or _fraction(f"sampled:{row.id}") >= sampled_share:
-            is_sampled = _fraction(f"sampled:{row.id}") < sampled_share
-            yield Job(row.id, row, pieces, sampling if is_sampled else replace(sampling, temperature=0.0))
-            continue
-        for sample in range(samples):
-            yield Job(f"{row.id}#{sample}", row, pieces, sampling)
+        of_row = sampling if _is_sampled(row.id, sampled_share) else replace(sampling, temperature=0.0)
+        for job_id in _job_ids(row.id, samples, sampled_share):
+            yield Job(job_id, row, pieces, of_row)
+
+
+def check_ids(rows: Iterable[tuple[str, str]], *, samples: int, sampled_share: float) -> None:
+    """Answers are kept by id. Raises ValueError where those of two rows would share one. rows: the id of each, and where it stands."""
+    seen: dict[str, str] = {}
+    for row_id, where in rows:
+        for job_id in _job_ids(row_id, samples, sampled_share):
+            if job_id in seen:
+                raise ValueError(
+                    f"{where}: the id {job_id!r} of its answer is also that of an answer to {seen[job_id]}; answers are kept by id, "
+                    "so give it another id"
+                )
+            seen[job_id] = where
 
 
 def without_duplicates(rows: Sequence[PromptRow]) -> list[PromptRow]:
@@ -128,6 +138,16 @@ def pick_shard(text: str | None) -> Shard:
     if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise ValueError(f"--shard {text}: write I/N with I from 0 to N - 1, as 0/4")
     return Shard(int(index), int(count))
+
+
+def _job_ids(row_id: str, samples: int, sampled_share: float) -> list[str]:
+    if samples == 1 or not _is_sampled(row_id, sampled_share):
+        return [row_id]
+    return [f"{row_id}#{sample}" for sample in range(samples)]
+
+
+def _is_sampled(row_id: str, share: float) -> bool:
+    return _fraction(f"sampled:{row_id}") < share
 
 
 def _fraction(text: str) -> float:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -24,12 +25,12 @@ from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
 from train.answers_file import AnswersFile, count_rows
 from train.chat_turns import ChatTurns
-from train.jobs import Job, Shard, make_jobs, pick_shard, without_duplicates
+from train.jobs import Job, Shard, check_ids, make_jobs, pick_shard, without_duplicates
 from train.own_answers import OwnAnswers
 from train.prompt_rows import PromptRow, load_prompt_rows
 from train.row_shapes import DataFormat
 from train.row_source import content_sha256, short_name
-from train.self_prompts import write_self_prompts
+from train.self_prompts import self_prompt_id, write_self_prompts
 from train.server import ChatServer, api_key_from
 from train.server_answers import ServerAnswers
 
@@ -110,6 +111,7 @@ class Regenerate:
             raise ValueError(f"--prompts {', '.join(map(str, self.prompts))}: no prompts in there; give rows with `messages`")
         if not self.self_prompts and not any(shard.holds(row.id) for row in rows):
             raise ValueError(f"shard {shard.index} of {shard.count} holds none of the {len(rows)} prompts: use fewer shards or processes")
+        self._check_ids(rows)
         model, chat, settings = self._load(shard)
         with AnswersFile(output, settings) as answers:
             if answers.is_finished:
@@ -159,6 +161,13 @@ class Regenerate:
         if self.server is not None and self.self_prompts:
             raise ValueError("--self-prompts needs the model on this machine: run it without --server, or give --prompts")
         self._sampling()
+
+    def _check_ids(self, rows: Sequence[PromptRow]) -> None:
+        """Of all shards, and of the prompts that the model has yet to write. Of equal prompts only the first is answered."""
+        is_like, whose = bool(self.self_prompts_like), "a prompt that the model writes (those of another --seed have other ids)"
+        own = ((self_prompt_id(index, seed=self.seed, is_like=is_like), whose) for index in range(self.self_prompts))
+        given = ((row.id, row.where) for row in without_duplicates(rows))
+        check_ids(chain(own, given), samples=self.samples, sampled_share=self.sampled_share)
 
     def _sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)

@@ -69,15 +69,18 @@ def write_self_prompts(
         if reason is None:
             seen.add(normalised(text))
             message = {"role": "user", "content": text}
-            rows.append(
-                {"id": f"self-{'like-' if like else ''}{seed}-{index:06d}", "source": SOURCE, "category": SOURCE, "messages": [message]}
-            )
+            row_id = self_prompt_id(index, seed=seed, is_like=bool(like))
+            rows.append({"id": row_id, "source": SOURCE, "category": SOURCE, "messages": [message]})
     if not rows:
         raise ValueError(
             f"--self-prompts {len(indices)}: none of the model's own prompts is usable ({dict(counts)}); give --prompts instead"
         )
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return dict(counts)
+
+
+def self_prompt_id(index: int, *, seed: int, is_like: bool) -> str:
+    return f"self-{'like-' if is_like else ''}{seed}-{index:06d}"
 
 
 def _beginning(text: str, seed: int, index: int) -> str:

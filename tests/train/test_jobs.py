@@ -9,7 +9,7 @@ import pytest
 from infer.static.sampling import Sampling
 from tests.tiny_models import tiny_tokenizer
 from train.chat_turns import ChatTurns
-from train.jobs import Shard, make_jobs, pick_shard, without_duplicates
+from train.jobs import Shard, check_ids, make_jobs, pick_shard, without_duplicates
 from train.prompt_rows import PromptRow
 
 
@@ -58,3 +58,14 @@ def test_a_share_is_sampled_and_the_rest_greedy() -> None:
     assert [job.id for job in one] == [row.id for row in rows]
     assert {job.id for job in one if job.sampling.temperature} == {job.row.id for job in sampled}
     assert all(job.sampling == sampling for job in make_jobs(rows, chat, sampling=sampling, samples=1, sampled_share=1.0))
+
+
+def test_two_answers_of_one_id_are_refused() -> None:
+    rows = [("x", "p.jsonl:1"), ("x#0", "p.jsonl:2"), ("y", "p.jsonl:3")]
+    message = r"p.jsonl:2: the id 'x#0' of its answer is also that of an answer to p.jsonl:1; .* give it another id"
+    for given in (rows[:2], rows):
+        with pytest.raises(ValueError, match=message):
+            check_ids(given, samples=2, sampled_share=0.1)  # x is sampled, x#0 is not
+    check_ids(rows, samples=1, sampled_share=0.1)
+    check_ids(rows, samples=2, sampled_share=0.01)
+    check_ids(rows, samples=2, sampled_share=1.0)

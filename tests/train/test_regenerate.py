@@ -494,6 +494,26 @@ def test_self_prompts_beside_files_and_after_a_kill(talkative: str, prompts: Pat
     assert {row["source"] for row in read(tmp_path / "out.jsonl")} >= {"s", "self-written"}
 
 
+@pytest.mark.parametrize(("suffix", "options"), [("", {}), ("#1", {"samples": 2, "temperature": 1.0, "sampled_share": 0.8})])
+def test_earlier_prompts_of_its_own_beside_new_ones_need_another_seed(
+    talkative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, options: dict[str, Any]
+) -> None:
+    """Both would have one id, and answers are kept by id. It is told before the model is loaded."""
+    earlier = [
+        {"id": f"self-0-00000{i}{suffix}", "messages": [{"role": "user", "content": f"the earlier prompt number {i}"}]} for i in (7, 3)
+    ]
+    options = {"self_prompts": 4, "batch_size": 8} | options
+    with monkeypatch.context() as patch:
+        patch.setattr(Regenerate, "_load", lambda *_: pytest.fail("loaded"))
+        with pytest.raises(
+            ValueError, match=rf"p.jsonl:2: the id 'self-0-000003{suffix}' .* that the model writes .* another --seed"
+        ):
+            command(talkative, tmp_path / "o.jsonl", write(tmp_path / "p.jsonl", earlier), **options).run()
+    command(talkative, tmp_path / "o.jsonl", tmp_path / "p.jsonl", **(options | {"self_prompts": 40, "seed": 1})).run()
+    ids = [row["id"] for row in read(tmp_path / "o.jsonl")]
+    assert len(set(ids)) == len(ids) and any(row_id.startswith("self-0") for row_id in ids) and any("self-1" in row_id for row_id in ids)
+
+
 def test_a_run_that_answered_nothing_blocks_no_other_settings(
     base: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
