@@ -46,11 +46,11 @@ def write_self_prompts(
     prefix, end_of_turn = chat.before_user_text()
     stops = [*eos_ids] + ([] if end_of_turn is None else [end_of_turn])
     beginnings = [_beginning(like[index % len(like)], seed, index) if like else "" for index in indices]
-    prompts = [prefix + chat.tokenizer(text, add_special_tokens=False)["input_ids"] for text in beginnings]
-    batch = batch_size or default_batch_size(model, max(map(len, prompts)) + MAX_TOKENS)
+    begun = [chat.tokenizer(text, add_special_tokens=False)["input_ids"] for text in beginnings]
+    batch = batch_size or default_batch_size(model, len(prefix) + max(map(len, begun)) + MAX_TOKENS)
     answers = generate_many(
         model,
-        [(f"self-prompt-{index}", prompt) for index, prompt in zip(indices, prompts, strict=True)],
+        [(f"self-prompt-{index}", prefix + ids) for index, ids in zip(indices, begun, strict=True)],
         max_new_tokens=MAX_TOKENS,
         eos_ids=stops,
         batch_size=batch,
@@ -60,10 +60,10 @@ def write_self_prompts(
     counts: Counter[str] = Counter()
     rows: list[dict[str, Any]] = []
     seen = {normalised(text) for text in like}
-    for index, beginning in zip(indices, beginnings, strict=True):
+    for index, beginning, ids in zip(indices, beginnings, begun, strict=True):
         answer = found[f"self-prompt-{index}"]
-        written = chat.tokenizer.decode(answer.token_ids[:-1] if answer.finish_reason == "eos" else answer.token_ids)
-        text = (beginning + written).strip()
+        written = answer.token_ids[:-1] if answer.finish_reason == "eos" else answer.token_ids
+        text = (beginning + _decode_after(ids, written, chat.tokenizer)).strip()
         reason = "too_long" if answer.finish_reason != "eos" else _reason_to_drop(text, chat.tokenizer, seen)
         counts[reason or "kept"] += 1
         if reason is None:
@@ -88,6 +88,11 @@ def _beginning(text: str, seed: int, index: int) -> str:
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     share = random.Random(f"{seed}/{index}").uniform(*BEGINNING)
     return text[: ends[max(0, round(share * len(ends)) - 1)]] if ends else ""
+
+
+def _decode_after(before: list[int], ids: list[int], tokenizer: Any) -> str:
+    """The text of `ids` behind `before`: decoded alone, many tokenizers would drop a space at its start."""
+    return tokenizer.decode(before + ids)[len(tokenizer.decode(before)) :]
 
 
 def _reason_to_drop(text: str, tokenizer: Any, seen: set[str]) -> str | None:

@@ -505,9 +505,7 @@ def test_earlier_prompts_of_its_own_beside_new_ones_need_another_seed(
     options = {"self_prompts": 4, "batch_size": 8} | options
     with monkeypatch.context() as patch:
         patch.setattr(Regenerate, "_load", lambda *_: pytest.fail("loaded"))
-        with pytest.raises(
-            ValueError, match=rf"p.jsonl:2: the id 'self-0-000003{suffix}' .* that the model writes .* another --seed"
-        ):
+        with pytest.raises(ValueError, match=rf"p.jsonl:2: the id 'self-0-000003{suffix}' .* that the model writes .* another --seed"):
             command(talkative, tmp_path / "o.jsonl", write(tmp_path / "p.jsonl", earlier), **options).run()
     command(talkative, tmp_path / "o.jsonl", tmp_path / "p.jsonl", **(options | {"self_prompts": 40, "seed": 1})).run()
     ids = [row["id"] for row in read(tmp_path / "o.jsonl")]
