@@ -288,6 +288,12 @@ class Regenerate:
                 "to try them again, give that file to --prompts, with another --output",
                 file=sys.stderr,
             )
+        if lacking := counts["tokens_from"].get("template"):
+            print(
+                f"warning: the server returned no token ids for answers of {lacking} of {counts['conversations']} conversations. Their "
+                "text was tokenized here, which may not give the very tokens of the model; vLLM 0.10.2 and newer returns them",
+                file=sys.stderr,
+            )
         if other := counts.get("other_template"):
             print(
                 f"warning: the server rendered {other} conversations otherwise than the chat template of --base (a mode of thinking, "

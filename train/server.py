@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any, Never
@@ -19,6 +20,8 @@ ENDPOINT = "/chat/completions"
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 600.0  # seconds; the answer of a large model arrives in one piece
 LONGEST_WAIT = 60.0
 BUSY = (408, 409, 425, 429)
+ITS_WORDS = ("error", "message", "detail", "msg")  # the fields of a refusal that hold them
+TOO_LONG = re.compile(r"maximum context|context[ _-](length|size|window)", re.IGNORECASE)
 FINISH_REASONS = {"stop": "eos", "length": "length"}
 
 
@@ -38,6 +41,10 @@ class _TryAgain(Exception):
         self.wait = wait
 
 
+class _WithoutIds(_TryAgain):
+    """The refusal names return_token_ids: the server does not know the field, or repeats a request that it refuses for another reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServedAnswer:
     """finish_reason: `eos` or `length`. token_ids and prompt_ids: exactly those of the server, where it returns them."""
@@ -53,7 +60,7 @@ class ChatServer:
     """A model behind a server. num_tokens: size of its vocabulary; context: the most tokens of a conversation, where the server says.
 
     asks_ids: whether answers are asked for with their token ids, which vLLM (0.10.2 and newer) returns; a server
-    that refuses the field is not asked again. Safe to use from many threads.
+    that answers only without the field is not asked again. Safe to use from many threads.
     """
 
     url: str
@@ -83,14 +90,19 @@ class ChatServer:
         body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         body |= {"top_k": sampling.top_k} if sampling.top_k else {}
         body |= {"seed": seed} if sampling.temperature else {}
+        asks_ids = self.asks_ids
         for attempt in range(self.attempts):
             try:
-                return self._attempt(body | ({"return_token_ids": True} if self.asks_ids else {}))
+                answer = self._attempt(body | ({"return_token_ids": True} if asks_ids else {}))
             except _TryAgain as failure:
-                reason = str(failure)
+                reason, asks_ids = str(failure), asks_ids and not isinstance(failure, _WithoutIds)
                 if attempt + 1 < self.attempts:
                     pause = self.backoff * 2**attempt * random.uniform(0.5, 1.0)
                     time.sleep(min(LONGEST_WAIT, max(failure.wait, pause)))
+                continue
+            if not asks_ids:
+                self.asks_ids = False
+            return answer
         raise Unanswered(f"{reason} ({self.attempts} attempts)")
 
     def _attempt(self, body: dict[str, Any]) -> ServedAnswer:
@@ -119,9 +131,8 @@ class ChatServer:
         if status in (404, 405):
             raise ValueError(f"--server {self.url} has no {ENDPOINT} for {self.model!r} (status {status}: {text}): check --server")
         if "return_token_ids" in body and "return_token_ids" in response.text:
-            self.asks_ids = False
-            raise _TryAgain("the server knows no return_token_ids")
-        raise Unanswered(f"status {status}: {text}", is_too_long="context" in response.text.casefold())
+            raise _WithoutIds(f"status {status}: {text}")
+        raise Unanswered(f"status {status}: {text}", is_too_long=TOO_LONG.search(_own_words(response)) is not None)
 
     def _check_model(self) -> None:
         """Asks which models there are; a server that does not list them is trusted."""
@@ -210,6 +221,24 @@ def _whole_text(message: dict[str, Any], *, is_cut: bool) -> str:
     except ValueError as error:
         raise _TryAgain(f"garbage: {error}") from None
     return text
+
+
+def _own_words(response: requests.Response) -> str:
+    """What the server says about a request that it refuses, without the request itself, which some repeat in their replies."""
+    try:
+        parts = [parse_json(response.content)]
+    except ValueError:
+        return response.text
+    words = []
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            words.append(part)
+        elif isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            parts += [part[name] for name in ITS_WORDS if name in part]
+    return " ".join(words)
 
 
 def _seconds(header: str | None) -> float:

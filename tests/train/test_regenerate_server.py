@@ -126,6 +126,22 @@ def test_a_server_that_gives_text_gives_the_same_rows(base: str, prompts: Path, 
     assert with_text == [{name: value for name, value in row.items() if name != "tokens_from"} for row in with_ids]
 
 
+@pytest.mark.parametrize(("respond", "lacking"), [(exactly, 0), (as_text, len(PROMPTS)), ("the dog ran", 1)])
+def test_token_ids_that_are_not_the_servers_are_told_once(
+    base: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], respond: Any, lacking: int
+) -> None:
+    """One answer without its ids (here the second of `two`) is enough."""
+
+    def some(body: Body, before: int) -> Reply:
+        return (as_text if body["messages"][-1]["content"] == respond else exactly)(body, before)
+
+    with serving(some if isinstance(respond, str) else respond) as fake:
+        command(base, tmp_path / "o.jsonl", prompts, fake).run()
+    warning = f"warning: the server returned no token ids for answers of {lacking} of {len(PROMPTS)} conversations"
+    assert capsys.readouterr().err.count(warning) == (1 if lacking else 0)
+    assert meta(tmp_path / "o.jsonl")["counts"]["tokens_from"].get("template", 0) == lacking
+
+
 def test_an_answer_cut_by_the_server_ends_without_an_end_of_turn(base: str, prompts: Path, tmp_path: Path) -> None:
     with serving(lambda body, before: completion("the answer to", finish_reason="length")) as fake:
         command(base, tmp_path / "o.jsonl", prompts, fake).run()

@@ -120,16 +120,54 @@ def test_a_server_without_token_ids_is_asked_without() -> None:
     assert ["return_token_ids" in body for body, _ in fake.requests] == [True, False, False]
 
 
+@pytest.mark.parametrize("later", [Reply({"detail": [{"msg": "blocked"}]}, 422), Reply({}, 503)], ids=["refused", "busy"])
+def test_a_refusal_that_repeats_the_request_turns_no_token_ids_off(later: Reply) -> None:
+    def respond(body: Body, before: int) -> Reply:
+        if body["messages"] != MESSAGES:
+            return GOOD
+        return Reply({"detail": [{"msg": "blocked", "input": body}]}, 422) if "return_token_ids" in body else later
+
+    with serving(respond) as fake:
+        server = client(fake.url)
+        with pytest.raises(Unanswered, match=r"blocked|status 503: .* \(3 attempts\)"):
+            ask(server)
+        assert ["return_token_ids" in body for body, _ in fake.requests][:2] == [True, False]
+        server.answer([{"role": "user", "content": "Bye"}], sampling=Sampling(), max_tokens=7, seed=5)
+    assert server.asks_ids and "return_token_ids" in fake.requests[-1][0]
+
+
 def test_a_refusal_is_not_repeated() -> None:
-    with serving(lambda *_: Reply({"message": "maximum context length is 64 tokens"}, 400)) as fake, pytest.raises(Unanswered) as caught:
-        ask(client(fake.url))
-    assert caught.value.is_too_long and len(fake.requests) == 1
     with (
         serving(lambda *_: Reply({"message": "roles must alternate"}, 400)) as fake,
         pytest.raises(Unanswered, match="alternate") as caught,
     ):
         ask(client(fake.url))
-    assert not caught.value.is_too_long
+    assert not caught.value.is_too_long and len(fake.requests) == 1
+
+
+LONGEST = "This model's maximum context length is 64 tokens"
+ECHO = {"messages": [{"role": "user", "content": LONGEST}]}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_too_long"),
+    [
+        ({"object": "error", "message": LONGEST, "code": 400}, True),
+        ({"error": {"message": LONGEST, "type": "BadRequestError"}}, True),
+        ({"error": "the prompt is longer than the context length"}, True),
+        ({"error": {"message": "the request exceeds the available context size", "type": "exceed_context_size_error"}}, True),
+        ({"detail": [{"msg": LONGEST, "input": 3}]}, True),
+        (LONGEST.encode(), True),
+        ({"error": {"message": "blocked out of context"}}, False),
+        ({"detail": [{"msg": "blocked", "input": ECHO}]}, False),
+        ({"error": {"message": "blocked", "request": ECHO}}, False),
+        ([[1], None], False),
+    ],
+)
+def test_only_the_servers_own_words_tell_that_a_conversation_is_too_long(error: Any, is_too_long: bool) -> None:
+    with serving(lambda *_: Reply(error, 400)) as fake, pytest.raises(Unanswered) as caught:
+        ask(client(fake.url))
+    assert caught.value.is_too_long == is_too_long and len(fake.requests) == 1
 
 
 @pytest.mark.parametrize(
