@@ -8,10 +8,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from train.tokenization import check_template
+from train.tokenization import check_template, unused_character
 
 Message = dict[str, str]
-MARKER = "\ue000"  # a private-use character: stands for text that the template only copies
+MARKER = "\ue000"  # a private-use character: stands for text that the template only copies, beside messages that do not hold it
 USER: Message = {"role": "user", "content": "a"}
 
 
@@ -33,14 +33,15 @@ class ChatTurns:
 
         Raises ValueError when the template refuses the messages.
         """
+        marker = unused_character("".join(message["content"] for turn in turns for message in turn))
         messages: list[Message] = []
         texts: list[str] = []
         for turn in turns:
             if messages:
-                messages.append({"role": "assistant", "content": MARKER})
+                messages.append({"role": "assistant", "content": marker})
             messages.extend(turn)
             text = self._render(messages)
-            texts.append(self._after_last_answer(text, len(texts)) if texts else text)
+            texts.append(_after_last_answer(text.split(marker), len(texts)) if texts else text)
         return [self._encode(text) for text in texts]
 
     def before_user_text(self) -> tuple[list[int], int | None]:
@@ -58,12 +59,6 @@ class ChatTurns:
         end = self._encode(after)[:1] if is_ended else []
         return self._encode(text) + [token for token in end if token in self.tokenizer.added_tokens_decoder]
 
-    def _after_last_answer(self, text: str, num_answers: int) -> str:
-        parts = text.split(MARKER)
-        if len(parts) != num_answers + 1:
-            raise ValueError("the chat template does not print every earlier answer exactly once: only single-turn prompts can be answered")
-        return parts[-1]
-
     def _render(self, messages: list[Message]) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -72,6 +67,12 @@ class ChatTurns:
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _after_last_answer(parts: list[str], num_answers: int) -> str:
+    if len(parts) != num_answers + 1:
+        raise ValueError("the chat template does not print every earlier answer exactly once: only single-turn prompts can be answered")
+    return parts[-1]
 
 
 def join(ids: list[int], piece: list[int]) -> list[int]:

@@ -107,7 +107,7 @@ def assistant_character_spans(conversation: Conversation, tokenizer: Any) -> tup
     """
     messages = list(conversation.messages)
     text = _render(tokenizer, messages)
-    marker = _unused_character(text + "".join(message["content"] for message in messages))
+    marker = unused_character(text + "".join(message["content"] for message in messages))
     end_of_turn = _end_of_turn(tokenizer, marker)
     spans = []
     for index, message in enumerate(messages):
@@ -150,6 +150,6 @@ def _render(tokenizer: Any, messages: list[dict[str, str]], *, prompt: bool = Fa
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
 
-def _unused_character(text: str) -> str:
+def unused_character(text: str) -> str:
     """A private-use character that `text` does not hold."""
     return next(character for character in map(chr, range(0xE000, 0xF8FF)) if character not in text)

@@ -121,6 +121,16 @@ def test_end_of_turn_is_never_doubled(base: str) -> None:
     assert join(closed, pieces[1]) == join(open_ended, pieces[1])
 
 
+def test_private_use_characters_in_a_prompt_are_text_like_any() -> None:
+    """Icons of a font, say: earlier answers are found in the rendering by a character that no message holds."""
+    chat, icons = ChatTurns(tiny_tokenizer()), "icon \ue000 and \ue001"
+    turns = [[{"role": "system", "content": "\ue002"}, {"role": "user", "content": icons}], [{"role": "user", "content": f"{icons} again"}]]
+    plain = chat.pieces([[{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]])
+    text = [chat.tokenizer.decode(piece) for piece in plain]
+    expected = [text[0].replace("\ns<", "\n\ue002<").replace("\na<", f"\n{icons}<"), text[1].replace("\nb<", f"\n{icons} again<")]
+    assert [chat.tokenizer.decode(piece) for piece in chat.pieces(turns)] == expected
+
+
 def test_the_output_is_training_data(base: str, prompts: Path, tmp_path: Path) -> None:
     command(base, tmp_path / "out.jsonl", prompts).run()
     for conversation, row in zip(read_conversations([tmp_path / "out.jsonl"]), read(tmp_path / "out.jsonl"), strict=True):
