@@ -45,7 +45,7 @@ class AnswersFile:
                 raise ValueError(
                     f"--output {output} exists and was not made here (no {self.meta_path.name}): remove it or choose another name"
                 )
-            self._check(json.loads(self.meta_path.read_text(encoding="utf-8"))["settings"], output)
+            self._check(self._finished_settings(), output)
             self.partial_path.unlink(missing_ok=True)
         elif self.partial_path.exists():
             self._resume()
@@ -121,6 +121,15 @@ class AnswersFile:
                     file.seek(place)
                     yield file.readline()
 
+    def _finished_settings(self) -> dict[str, Any]:
+        try:
+            return _settings(parse_json(self.meta_path.read_bytes()))
+        except ValueError:
+            raise ValueError(
+                f"{self.meta_path} is damaged (no settings in there), so what {self.output} was made with is unknown: remove both, "
+                "or choose another --output"
+            ) from None
+
     def _resume(self) -> None:
         """Reads the partial file; a last line that was cut off by a kill is dropped. One without answers is nobody's loss: it
         is started over where its settings are others."""
@@ -130,13 +139,12 @@ class AnswersFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    row = parse_json(line)
+                    if number == 1:
+                        settings = _settings(parse_json(line))
+                    else:
+                        self.done[_row_id(parse_json(line))] = self._end
                 except ValueError:
                     raise ValueError(f"{self.partial_path}:{number} is damaged: remove the file to start over") from None
-                if number == 1:
-                    settings = row.get("settings", {})
-                else:
-                    self.done[row["id"]] = self._end
                 self._end += len(line)
         if self.done:
             self._check(settings, self.partial_path)
@@ -150,6 +158,21 @@ class AnswersFile:
         if names:
             changes = "; ".join(f"{name} was {found.get(name)!r}, is now {self.settings.get(name)!r}" for name in names)
             raise ValueError(f"{path} was made with other settings ({changes}): restore them, remove the file, or choose another --output")
+
+
+def _settings(found: Any) -> dict[str, Any]:
+    """Of a manifest or a first line. Raises ValueError where there are none."""
+    if isinstance(found, dict) and isinstance(found.get("settings"), dict):
+        return found["settings"]
+    raise ValueError("no settings")
+
+
+def _row_id(row: Any) -> str:
+    """Raises ValueError for what is no row of answers."""
+    lists = ("input_ids", "assistant_spans", "finish_reasons")
+    if isinstance(row, dict) and isinstance(row.get("id"), str) and all(isinstance(row.get(name), list) for name in lists):
+        return row["id"]
+    raise ValueError("no row of answers")
 
 
 def count_rows(rows: Iterable[dict[str, Any]], *, num_turns: dict[str, int]) -> dict[str, Any]:
