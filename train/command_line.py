@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
@@ -12,6 +12,16 @@ from medusa_heads.arguments import refuse_repeated_lists
 from medusa_heads.suggest import unknown_keys_error
 
 Command = TypeVar("Command")
+SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # YAML 1.1
+
+
+class AsWritten(yaml.SafeLoader):
+    """Reads text, lists and null, and leaves numbers and the like as they are written: a revision 0123 is not 83."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in known if tag.endswith((":null", ":merge"))]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def parse_command(command: type[Command], argv: list[str], *, prog: str) -> Command:
@@ -39,7 +49,7 @@ def yaml_arguments(command: type[Any], path: str | Path) -> list[str]:
     Raises ValueError on unknown keys, with a suggestion, and on anything but a flat mapping.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(), Loader=AsWritten)
     except FileNotFoundError:
         raise ValueError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -48,19 +58,20 @@ def yaml_arguments(command: type[Any], path: str | Path) -> list[str]:
         raise ValueError(f"--config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected `option: value` lines")
-    if problem := unknown_keys_error(values, [f.name for f in dataclasses.fields(command)], where=f"--config {path}"):
+    names = ["null" if key is None else str(key) for key in values]
+    if problem := unknown_keys_error(names, [f.name for f in dataclasses.fields(command)], where=f"--config {path}"):
         raise ValueError(problem)
-    arguments: list[str] = []
+    types, arguments = get_type_hints(command), []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
         if value is None:  # as if it were not written
             continue
         if any(isinstance(part, (dict, list)) for part in (value if isinstance(value, list) else [value])):
             raise ValueError(f"--config {path}: {name} must be a plain value or a list of plain values")
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
+        if isinstance(value, list):
             arguments += [flag, *map(str, value)]
+        elif types[name] is bool and (word := str(value).lower()) in SWITCH:
+            arguments.append(flag if SWITCH[word] else flag.replace("--", "--no-", 1))
         else:
             arguments.append(f"{flag}={value}")
     return arguments

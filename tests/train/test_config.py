@@ -72,12 +72,17 @@ def test_a_list_flag_given_twice_is_refused(tmp_path: Path) -> None:
         parse_config(["--data", "x.jsonl", "--config", file, "--data=y.jsonl"])
 
 
-@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize("value", ["true", "false", "True", "FALSE"])
 def test_bool_options_can_be_set_either_way(tmp_path: Path, value: str) -> None:
     file = write(tmp_path, f"output_dir: out\ndata: [a.jsonl]\nown_lm_head: {value}\n")
-    assert parse_config(["--config", file]).own_lm_head is (value == "true")
+    assert parse_config(["--config", file]).own_lm_head is (value.lower() == "true")
     assert parse_config(["--config", file, "--own-lm-head"]).own_lm_head
     assert not parse_config(["--config", file, "--no-own-lm-head"]).own_lm_head
+
+
+def test_a_switch_is_no_number(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(["--config", write(tmp_path, "output_dir: out\ndata: [a.jsonl]\nown_lm_head: 1\n")])
 
 
 def test_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
@@ -104,6 +109,9 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ("learning_rat: 1", "learning_rat.*did you mean 'learning_rate'"),
         ("- a\n- b", "expected `option: value` lines"),
         ("a: [", "not valid YAML"),
+        ("on: 1", "unknown key 'on'$"),
+        ("1: 2", "unknown key '1'$"),
+        ("null: 3", "unknown key 'null'$"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -147,6 +155,14 @@ def test_unknown_names_bring_a_suggestion(name: str, value: str, message: str) -
 def test_a_row_must_hold_a_whole_conversation() -> None:
     with pytest.raises(ValueError, match="pack_length: 512 is below max_length 1024"):
         TrainConfig(output_dir="out", data=["a.jsonl"], pack_length=512)
+
+
+@pytest.mark.parametrize("value", ["0123", "'0123'", "1_000", "1.10", "2024-13-45", "on", "7", "[0123]"])
+def test_text_is_taken_as_it_is_written(tmp_path: Path, value: str) -> None:
+    """YAML reads the first one, a commit, as the octal of 83."""
+    name, written = ("data" if value[0] == "[" else "revision"), value.strip("'[]")
+    config = parse_config(["--config", write(tmp_path, f"output_dir: out\n{name}: {value}\n" + ("" if name == "data" else "data: [d]\n"))])
+    assert getattr(config, name) == ([written] if name == "data" else written)
 
 
 @pytest.mark.parametrize("value", ["{a: 1}", "[[1]]", "[{a: 1}]"])
