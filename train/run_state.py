@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 import shutil
 import zipfile
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ class Checkpoint:
 
 
 def checkpoint_folders(output_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    folders = (output_dir / "checkpoints").glob("step-*")
+    """Whole checkpoints, oldest first. Folders with other names than step-<digits> are somebody else's."""
+    folders = [f for f in (output_dir / "checkpoints").glob("step-*") if re.fullmatch("step-[0-9]+", f.name)]
     return sorted((f for f in folders if (f / "run.json").is_file()), key=lambda f: int(f.name.split("-")[1]))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.train.test_main import arguments, workspace  # noqa: F401
 from tests.train.training_runs import make_trainer
 from train import __main__ as program
 from train.history import FILE_NAME
+from train.run_state import checkpoint_folders
 from train.trainer import Trainer
 
 CHANGES: dict[str, Any] = {
@@ -42,6 +44,15 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_option_that_shapes_the_heads_is_compared(begun: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"cannot resume from .*\b{name} was .*, is {CHANGES[name]!r}"):
         make_trainer(begun, **{name: CHANGES[name]}).train()
+
+
+def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    """Somebody's copy of a good checkpoint, say."""
+    make_trainer(tmp_path, max_steps=2, save_every=1, keep_checkpoints=2).train()
+    newest = tmp_path / "checkpoints" / "step-2"
+    for name in ("step-best", "step-2-copy", "step-"):
+        shutil.copytree(newest, newest.with_name(name))
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-1", "step-2"]
 
 
 def test_another_base_under_the_same_name_is_found(begun: Path) -> None:
