@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from medusa_heads.base_model import base_path
+from medusa_heads import base_model
 from train.packing import num_supervised_slots, slot_counts
 from train.row_shapes import DataFormat
 from train.row_source import short_name
@@ -45,7 +45,7 @@ class InspectData:
         if self.num_rows < 0:
             raise ValueError(f"--num-rows {self.num_rows}: it must be 0 or more")
         console = Console(soft_wrap=True, highlight=False)
-        tokenizer = load_tokenizer(self.base)
+        tokenizer = base_model.load_tokenizer(self.base)
         summary = []
         for source in self.data:
             rows, counts = tokenize_dataset([source], tokenizer, max_length=self.max_length, data_format=self.data_format)
@@ -55,16 +55,6 @@ class InspectData:
             per_slot = ", ".join(f"{k}: {count:,}" for k, count in enumerate(file_slot_counts(rows), start=1))
             summary.append(f"{source}: {counts}; supervised positions per slot {per_slot}")
         console.print("\n".join(summary), markup=False)
-
-
-def load_tokenizer(base: str) -> Any:
-    """The tokenizer of a base model, without its weights. Raises ValueError when there is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(base_path(base))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--base {base!r}: its tokenizer could not be loaded: {error}") from error
 
 
 def marked_text(input_ids: list[int], assistant_mask: list[bool], tokenizer: Any, *, colour: bool) -> Text:

@@ -73,3 +73,6 @@ def test_bad_input_is_one_line(base: str, data: str, tmp_path: Path, capsys: pyt
     assert capsys.readouterr().err.startswith(f"error: {bad}:2: broken JSON")
     assert main(["inspect-data", "--base", str(tmp_path / "none"), "--data", data]) == 2
     assert capsys.readouterr().err.startswith("error: --base")
+    assert main(["inspect-data", "--base", "nobody/nothing", "--data", data]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --base 'nobody/nothing'") and "`hf download nobody/nothing`" in line
