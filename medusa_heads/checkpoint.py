@@ -98,7 +98,7 @@ def load_heads(name: str | Path, model: PreTrainedModel, *, dtype: torch.dtype |
         raise ValueError(f"{path}: tensor `{bad}` holds values that are not finite: the heads are damaged, copy or train them again")
     heads.load_state_dict(tensors)
     heads.requires_grad_(False)
-    vocabulary = _read_vocabulary(folder, config.vocab_size)
+    vocabulary = read_vocabulary(folder, config.vocab_size)
     num_proposed = config.vocab_size if vocabulary is None else len(vocabulary)
     static_nodes, acceptance = _read_measured(folder, num_heads=config.num_heads, num_proposed=num_proposed)
     return HeadsCheckpoint(
@@ -166,7 +166,8 @@ def _number(value: Any, *, least: float, most: float) -> float:
     return float(value)
 
 
-def _read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
+def read_vocabulary(folder: Path, vocab_size: int) -> Tensor | None:
+    """The draft vocabulary [V'] of a heads folder, or None where it has none. Raises ValueError when it is damaged."""
     path = folder / VOCABULARY_FILE
     if not path.exists():
         return None

@@ -22,6 +22,8 @@ from rich.table import Table
 from infer.hardware import hardware
 from infer.loading import pick_device
 from medusa_heads import base_model
+from medusa_heads.checkpoint import read_vocabulary, resolve_heads
+from medusa_heads.config import HeadsConfig
 from medusa_heads.suggest import suggest
 from train.batch import TrainBatch, make_batch
 from train.calibration import WARM_UP_STEPS, Calibration, Calibrations, base_config, calibrate, empty_base
@@ -111,11 +113,11 @@ def estimate(config: Estimate) -> dict[str, Any]:
     dtype = chosen_dtype(config.base_dtype, device_type)
     model_config = base_config(config.base, revision=config.revision)
     base = count_base(empty_base(model_config, dtype=dtype, device="meta"))
-    heads_config = initial_heads_config(config)
+    heads_config, draft_vocab_size = heads_to_train(config)
     heads = count_heads(
         heads_config,
         base,
-        draft_vocab_size=config.draft_vocab_size,
+        draft_vocab_size=draft_vocab_size,
         has_teacher=Objective(config.objective).needs_teacher,
     )
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.num_heads)
@@ -132,7 +134,7 @@ def estimate(config: Estimate) -> dict[str, Any]:
             device=device,
             objective=Objective(config.objective, config.lk_eta),
             d_pace=config.slot_weights == "d_pace",
-            draft_vocab_size=config.draft_vocab_size,
+            draft_vocab_size=draft_vocab_size,
         )
         machine = hardware(device)
         capacity = machine["gpu_memory_bytes"] or machine["ram_bytes"]
@@ -201,14 +203,14 @@ def chosen_dtype(name: str, device_type: str) -> torch.dtype:
     return base_model.parse_dtype(("bfloat16" if device_type == "cuda" else "float32") if name == "auto" else name)
 
 
-def initial_heads_config(config: TrainConfig) -> Any:
-    """The heads that will train: fresh ones, or those of `init_heads`."""
+def heads_to_train(config: TrainConfig) -> tuple[HeadsConfig, int | None]:
+    """Fresh heads, or those of `init_heads`: their config, and how many tokens they are trained over (None: all)."""
     if config.init_heads is None:
-        return config.heads_config()
-    from medusa_heads.checkpoint import resolve_heads
-    from medusa_heads.config import HeadsConfig
-
-    return HeadsConfig.from_file(resolve_heads(config.init_heads) / "config.json")
+        return config.heads_config(), config.draft_vocab_size
+    folder = resolve_heads(config.init_heads)
+    heads_config = HeadsConfig.from_file(folder / "config.json")
+    vocabulary = read_vocabulary(folder, heads_config.vocab_size)
+    return heads_config, config.draft_vocab_size or (None if vocabulary is None else len(vocabulary))
 
 
 def sample_batches(packed: PackedDataset, plan: WindowPlan, num_heads: int) -> list[TrainBatch]:

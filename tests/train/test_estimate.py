@@ -13,13 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from medusa_heads import base_model, cli
+from medusa_heads.checkpoint import save_heads
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
 from tests.tiny_models import TURN_END, tiny_model, tiny_tokenizer
 from tests.train.live_bytes import LiveBytes
 from train import calibration
+from train import estimate as estimates
 from train.batch import TrainBatch, make_batch
-from train.calibration import Calibration, base_config, empty_base, measure_steps, without_tokens
+from train.calibration import Calibration, Calibrations, base_config, empty_base, measure_steps, without_tokens
 from train.config import parse_config
 from train.cost_model import BaseSize, BatchSize, HeadsSize, activation_bytes, count_base, count_heads, disk_bytes, memory, step_flops
 from train.cost_rows import MODES, exchange_bytes
@@ -243,6 +245,30 @@ def test_a_named_card_is_a_matter_of_arithmetic(workspace: Path) -> None:
     )
     assert slow["hours"] / fast["hours"] == pytest.approx(989 / 312)
     assert slow["memory_bytes"] == fast["memory_bytes"]
+
+
+@pytest.mark.parametrize(("option", "counted"), [(None, 20), (30, 30)])
+def test_initial_heads_bring_their_draft_vocabulary(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, option: int | None, counted: int
+) -> None:
+    """Counted as well as measured; an own one goes before it, as in training."""
+    base = AutoModelForCausalLM.from_pretrained(workspace / "base")
+    heads = create_heads(HeadsConfig(num_heads=2), base)
+    save_heads(heads, workspace / "heads", card="", draft_vocabulary=torch.arange(5, 25))
+    options = vars_of(parse_config(arguments(workspace)[1:])) | {"init_heads": str(workspace / "heads"), "draft_vocab_size": option}
+    found = estimate(Estimate(**options, hardware="h100"))
+    plain = estimate(Estimate(**options | {"init_heads": None, "num_heads": 2, "draft_vocab_size": counted}, hardware="h100"))
+    assert found["heads"]["draft_vocab_size"] == counted
+    assert found["heads"] == plain["heads"] and found["flops_per_micro_batch"] == plain["flops_per_micro_batch"]
+    measured: list[Any] = []
+
+    def calibrated(*_: Any, draft_vocab_size: int | None, **__: Any) -> Calibrations:
+        measured.append(draft_vocab_size)
+        return Calibrations(Calibration(1.0, None), Calibration(1.0, None), 1.0)
+
+    monkeypatch.setattr(estimates, "calibrate", calibrated)
+    estimate(Estimate(**options, device="cpu"))
+    assert measured == [counted]
 
 
 def test_the_twin_is_counted_as_what_it_is() -> None:
