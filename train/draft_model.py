@@ -18,20 +18,41 @@ from medusa_heads import base_model
 from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
 from train import zero
-from train.__main__ import check_tracker, claim_output, make_accelerator, pick_precision, prepare_data
+from train.__main__ import (
+    check_token_ids,
+    check_tracker,
+    claim_output,
+    is_lost_process,
+    leave,
+    make_accelerator,
+    pick_precision,
+    prepare_data,
+    start_tracker,
+)
 from train.draft_model_config import DraftModelConfig, parse_config
 
 RECORD = "draft_model.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Distils a draft model; user errors (ValueError) become one line and exit status 2."""
+    """Distils a draft model; user errors (ValueError) become one line and exit status 2, the end of another process one and exit
+    status 1."""
     base_model.quiet_transformers()
     try:
         run(parse_config(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not is_lost_process(error):
+            raise
+        reason = str(error).splitlines()[0]
+        print(
+            f"error: another process of this run has ended ({reason}): look for its own message, then start the command again; "
+            "it goes on from the last checkpoint",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 
@@ -67,11 +88,14 @@ def run(config: DraftModelConfig) -> Path:
         )
     if config.layers >= (depth := len(base_model.decoder_layers(base))):
         raise ValueError(f"layers: {config.layers} is no saving, the base model has {depth}; take fewer")
+    for part in (rows, validation_rows):
+        if part is not None:
+            check_token_ids(part, base_model.vocab_size(base))
     distilled = DistilledModel(base, copy_first_layers(base, config.layers), train_embeddings=config.train_embeddings)
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=1)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
     if config.log_with != "none":
-        accelerator.init_trackers(config.project, config={name: str(value) for name, value in config.schedule_dict().items()})
+        start_tracker(accelerator, config)  # type: ignore[arg-type]  # it reads what heads and draft models have in common
     trainer = DraftModelTrainer(config, distilled, packed, accelerator)
     trainer.train()
     if accelerator.is_main_process:
@@ -80,7 +104,8 @@ def run(config: DraftModelConfig) -> Path:
     accelerator.wait_for_everyone()
     if lock is not None:
         lock.release()
-    accelerator.end_training()  # ends the process group too: nothing may wait for others after it
+    trainer.history.finish()
+    accelerator.state.destroy_process_group()  # nothing may wait for others after it
     return output
 
 
@@ -132,4 +157,4 @@ def write_draft_model(draft: Any, tokenizer: Any, output: Path, *, dtype: Any, r
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -19,6 +19,7 @@ from medusa_heads.fingerprint import fingerprint, weights_digest
 from train.batch import TrainBatch, window_counts
 from train.draft_model_config import DraftModelConfig
 from train.draft_model_loss import FIGURES, DistilledModel
+from train.history import History
 from train.packing import PackedDataset
 from train.run_state import newest_checkpoint, restore, save_checkpoint
 from train.schedule import warmup_cosine
@@ -51,6 +52,7 @@ class DraftModelTrainer:
         )
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.distilled: DistilledModel = accelerator.unwrap_model(self.model)
+        self.history = History(Path(config.output_dir), accelerator)
         self.tokens_done = 0
 
     def identity(self) -> dict[str, Any]:
@@ -73,6 +75,7 @@ class DraftModelTrainer:
         """
         before = weights_digest(self.distilled.base)
         first_step = self._resume()
+        self.history.go_back(first_step)
         bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
         source = windows(
             self.rows, self.plan, num_heads=1, first_step=first_step, num_steps=self.num_steps, num_workers=self.config.num_workers
@@ -150,9 +153,8 @@ class DraftModelTrainer:
         self.tokens_done += count
         speed = self.tokens_done / (time.perf_counter() - self.started)
         figures = {name: value / max(1, count) for name, value in zip(FIGURES, sums, strict=True)}
-        self.accelerator.log(
-            figures | {"learning_rate": self.learning_rate(step - 1), "grad_norm": norms[-1], "response_tokens_per_second": speed},
-            step=step,
+        self.history.record(
+            figures | {"learning_rate": self.learning_rate(step - 1), "grad_norm": norms[-1], "response_tokens_per_second": speed}, step
         )
         bar.set_postfix_str(" ".join(f"{name} {value:.3f}" for name, value in figures.items()) + f" {speed:.0f} tok/s")
 

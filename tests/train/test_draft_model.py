@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import TensorBoardTracker
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, SmolLM3Config
 
@@ -24,13 +25,17 @@ from medusa_heads.fingerprint import fingerprint
 from medusa_heads.first_layers import copy_first_layers, first_layers
 from tests.tiny_models import ARCHITECTURES, FAMILIES, tiny_model, tiny_tokenizer
 from tests.train.draft_model_runs import make_trainer, result
+from tests.train.test_process_faults import LOST
 from tests.train.training_runs import rows
+from train import draft_model as program
 from train import draft_model_trainer as trainer_module
 from train import losses
 from train.batch import make_batch
 from train.draft_model import main, run
 from train.draft_model_config import parse_config
 from train.draft_model_loss import DistilledModel
+from train.draft_model_trainer import DraftModelTrainer
+from train.history import FILE_NAME, read_history
 from train.packing import PackedDataset, collate
 from train.run_state import checkpoint_folders
 
@@ -185,6 +190,31 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(tmp_pa
     assert kept.name == "step-2" and all(weight.isfinite().all() for weight in torch.load(kept / "state.pt")["heads"].values())
 
 
+def test_a_lost_tracker_costs_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The figures are in the file, each step's once although the run was stopped between checkpoints and resumed."""
+    options: dict[str, Any] = dict(max_steps=4, save_every=2)
+    stopped, whole = make_trainer(tmp_path, **options), make_trainer(tmp_path, **options)
+    real = stopped._step
+
+    def step(number: int, window: Any) -> Any:
+        if number == 3:
+            raise KeyboardInterrupt
+        return real(number, window)
+
+    def log(figures: dict[str, float], step: int) -> None:
+        raise ConnectionError("no route to the tracker")
+
+    stopped._step = step  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    whole.accelerator.log = log  # type: ignore[method-assign]
+    whole.train()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "tracker" in line]
+    assert len(warnings) == 1 and "no route" in warnings[0]
+    rows = read_history(tmp_path / FILE_NAME)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and all(row["kl"] > 0 for row in rows)
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, its tokenizer and 30 of its own greedy answers."""
@@ -225,6 +255,59 @@ def test_writes_a_draft_model_that_decodes(workspace: Path, capsys: pytest.Captu
     assert not [path for path in (workspace / "out").rglob("*") if "writing" in path.name or path.name == "finished"]
     assert main() == 2
     assert "already holds a finished model" in capsys.readouterr().err
+
+
+def test_a_tracker_that_does_not_start_or_end(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(workspace / "cache"))
+    options = arguments(workspace, "tracked", "--max-steps", "1", "--log-with", "tensorboard")
+
+    def fail(*args: object, **options: object) -> None:
+        raise ConnectionError("nobody listens")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerate.Accelerator.init_trackers", fail)
+        assert main(options) == 2
+    assert "--log-with tensorboard does not start (ConnectionError('nobody listens'))" in capsys.readouterr().err
+    monkeypatch.setattr(TensorBoardTracker, "finish", fail)
+    assert main(options) == 0
+    assert "warning: the tracker failed (ConnectionError('nobody listens'))" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--data", "--validation"])
+def test_token_ids_of_another_model_are_named(
+    workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Those of held-out rows before training, not at its end."""
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(workspace / "cache"))
+    monkeypatch.setattr(DraftModelTrainer, "train", lambda self: pytest.fail("too late"))
+    row = {"id": "foreign", "input_ids": [5] * 6 + [400] * 10, "assistant_spans": [[6, 16]]}
+    (workspace / "foreign.jsonl").write_text(json.dumps(row) + "\n")
+    data = ["--data", str(workspace / "data.jsonl"), "--validation", str(workspace / "data.jsonl")]
+    data[data.index(option) + 1] = str(workspace / "foreign.jsonl")
+    others = arguments(workspace, "foreign")
+    del others[(at := others.index("--data")) : at + 2]
+    assert main([*others, *data]) == 2
+    assert "conversation foreign holds token id 400, and the base has 300 tokens" in capsys.readouterr().err
+
+
+def run_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(config: object) -> Path:
+        raise error
+
+    monkeypatch.setattr(program, "run", run)
+
+
+@pytest.mark.parametrize("error", LOST, ids=["NCCL", "store", "gloo"])
+def test_a_lost_process_is_one_line(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    run_raises(monkeypatch, error)
+    assert main(arguments(workspace, "out")) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "another process of this run has ended" in line and "goes on from the last checkpoint" in line
+    run_raises(monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"):
+        main(arguments(workspace, "out"))
 
 
 @pytest.mark.slow
