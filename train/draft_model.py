@@ -36,7 +36,7 @@ RECORD = "draft_model.json"
 
 def main(argv: list[str] | None = None) -> int:
     """Distils a draft model; user errors (ValueError) become one line and exit status 2, the end of another process one and exit
-    status 1."""
+    status 1, Ctrl-C one and exit status 130."""
     base_model.quiet_transformers()
     try:
         run(parse_config(sys.argv[1:] if argv is None else argv))
@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on from the last checkpoint", file=sys.stderr)  # below the progress bar
+        return 130
     return 0
 
 

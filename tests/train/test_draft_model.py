@@ -310,6 +310,14 @@ def test_a_lost_process_is_one_line(
         main(arguments(workspace, "out"))
 
 
+def test_an_interrupted_run_says_how_it_goes_on(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_raises(monkeypatch, KeyboardInterrupt())
+    assert main(arguments(workspace, "out")) == 130
+    assert capsys.readouterr().err == "\ninterrupted: the same command goes on from the last checkpoint\n"
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(workspace / "cache"))
