@@ -10,7 +10,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
@@ -59,6 +59,8 @@ class Adapter:
             raise ValueError(f"--adapter {folder} is of type {config.peft_type}: only LoRA can be merged here")
         if any(isinstance(m, LoraLayer | ModulesToSaveWrapper) for m in (base_model.lm_head(base), base.get_input_embeddings())):
             raise ValueError(f"--adapter {folder}: {_never_adapted(tied)}")
+        if problem := _what_is_missing(model, folder):
+            raise ValueError(f"--adapter {folder} does not fit this base ({problem}): give the base it was trained on, or copy it again")
         return cls(model)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -107,6 +109,14 @@ class Adapter:
         merged.__dict__.pop("peft_config", None)
         merged.name_or_path = ""  # its weights are not those of the files it came from
         return merged  # type: ignore[no-any-return]
+
+
+def _what_is_missing(model: PeftModel, folder: Path) -> str | None:
+    """peft loads what fits and passes over the rest."""
+    stored, expected = load_peft_weights(str(folder), device="cpu"), get_peft_model_state_dict(model, save_embedding_layers=False)
+    if differing := sorted(stored.keys() ^ expected.keys()):
+        return f"{differing[0]} is in {'the file' if differing[0] in stored else 'the model'} alone"
+    return next((f"{name} holds values that are not finite" for name, tensor in stored.items() if not tensor.isfinite().all()), None)
 
 
 ADAPTER_CARD = """---

@@ -137,7 +137,7 @@ def _one_line(error: Exception) -> str:
 def stored_weights(model: PreTrainedModel) -> PreTrainedModel:
     """The same model loaded again in the type its files hold, on the CPU; `model` itself where there are no files."""
     try:
-        return AutoModelForCausalLM.from_pretrained(name_or_path(model), dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(name_or_path(model), revision=getattr(model.config, "_commit_hash", None), dtype="auto")
     except (OSError, ValueError):
         return model
 

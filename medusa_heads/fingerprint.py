@@ -31,18 +31,18 @@ NUM_SAMPLED_ROWS = 16
 
 
 def _sampled_rows(weight: Tensor) -> Tensor:
-    rows = torch.linspace(0, weight.shape[0] - 1, NUM_SAMPLED_ROWS, device=weight.device).round().long()
-    return weight.detach()[rows].to(torch.bfloat16).cpu()
+    rows_ND = weight.detach().view(-1, weight.shape[-1]) if weight.dim() > 1 else weight.detach()
+    indices = torch.linspace(0, len(rows_ND) - 1, NUM_SAMPLED_ROWS, dtype=torch.float64).round().long()
+    return rows_ND[indices.to(weight.device)].to(torch.bfloat16).cpu()
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 over the config fields that matter and fixed sampled rows, cast to bfloat16, of the
-    LM head and of the two-dimensional weights of the first, middle and last layers (their first and
-    last matrix: the query and down projections of Llama-like models).
+    """SHA-256 over the config fields that matter and fixed sampled rows, cast to bfloat16, of every
+    matrix: an adapter on any of them, merged, makes another base.
 
     The cast makes the digest the same whether the base is loaded in float32 or bfloat16. For a
     quantised base the method stands in for the packed matrices, which devices need not round alike, and the norms
-    and biases of these layers are read. float16 rounds otherwise than bfloat16, so a base in float16 is read again from its files.
+    and biases are read. float16 rounds otherwise than bfloat16, so a base in float16 is read again from its files.
     """
     quantization = quantization_of(model.config)
     if model.dtype == torch.float16:
@@ -50,13 +50,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = base_model.text_config(model)
     fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS} | {"quantization": quantization}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-    sampled = {"lm_head": base_model.lm_head_parameters(model)[0]}
-    layers = base_model.decoder_layers(model)
-    for index in sorted({0, len(layers) // 2, len(layers) - 1}):
-        num_dimensions = 1 if quantization else 2
-        weights = [(n, p) for n, p in layers[index].named_parameters() if p.dim() == num_dimensions and p.is_floating_point()]
-        chosen = [w for w in weights if "q_proj" in w[0] or "down_proj" in w[0]] or weights[:1] + weights[-1:]
-        sampled |= {f"{index}.{name}": weight for name, weight in chosen[:2]}
+    weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point() and ".lora_" not in name}
+    sampled = {name: weight for name, weight in weights.items() if (weight.dim() == 1) == bool(quantization)}
+    sampled["lm_head"] = base_model.lm_head_parameters(model)[0]
     for name in sorted(sampled):
         digest.update(name.encode())
         digest.update(_sampled_rows(sampled[name]).view(torch.int16).numpy().tobytes())

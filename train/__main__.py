@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from medusa_heads.model_card import model_card
 from medusa_heads.replacing import remove_abandoned
 from train.config import TrainConfig, parse_config
 
+MOVING = ".previous"  # becomes `previous` once all earlier files are in it
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -34,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command, without --overwrite, goes on from the last checkpoint", file=sys.stderr)
+        return 130
     except RuntimeError as error:
         if not is_lost_process(error):
             raise
@@ -69,6 +75,7 @@ def is_lost_process(error: RuntimeError) -> bool:
 def run(config: TrainConfig) -> Path:
     """One training run, resumed where it stopped; returns the folder of the finished heads."""
     output = Path(config.output_dir)
+    check_adapter_options(config)
     lock = claim_output(output, config)
     check_tracker(config.log_with)
     check_deepspeed(config)
@@ -105,7 +112,9 @@ def run(config: TrainConfig) -> Path:
         raise ValueError(
             f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(model)} tokens; lower it"
         )
-    check_token_ids(rows, base_model.vocab_size(model))
+    for of_rows in (rows, validation_rows):
+        if of_rows is not None:
+            check_token_ids(of_rows, base_model.vocab_size(model))
     vocabulary = None
     if config.init_heads:
         initial = load_heads(config.init_heads, model, dtype=torch.float32)
@@ -161,6 +170,7 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),  # the base's buffers are frozen too
         ],
     )
+    accelerator.gradient_accumulation_steps = 1  # losses are divided by the counts of a whole window already
     start_sharding(accelerator)
     return accelerator
 
@@ -170,8 +180,9 @@ def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
 
     Returns the lock that the first process holds on the folder while it runs.
     """
-    finished = (output / "config.json").exists()
-    if finished and not config.overwrite:
+    if config.overwrite:
+        refuse_inputs_within(output, config)
+    elif (output / "config.json").exists():
         raise ValueError(f"--output-dir {output} already holds finished heads: choose another folder, or pass --overwrite to replace them")
     if os.environ.get("RANK", "0") != "0":
         return None
@@ -182,23 +193,37 @@ def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
         probe.unlink()
         lock = lock_output(output.resolve(), "--output-dir")
         remove_abandoned(output / "checkpoints", ".step-")
-        if config.overwrite:
+        if config.overwrite or (output / MOVING).exists():
             set_aside(output)
         return lock
     except OSError as error:
         raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
 
 
+def refuse_inputs_within(output: Path, config: TrainConfig) -> None:
+    """Raises ValueError when something that the run reads lies in the folder whose files --overwrite moves away."""
+    named = {"base": [config.base], "data": config.data, "validation": config.validation}
+    named |= {name: [getattr(config, name)] for name in ("validation_prompts", "init_heads", "hidden_states_dir")}
+    for name, paths in named.items():
+        for path in filter(None, paths):
+            if Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
+                raise ValueError(
+                    f"{name}: {path} lies in --output-dir {output}, whose files --overwrite moves away: move it, or choose another folder"
+                )
+
+
 def set_aside(output: Path) -> None:
     """Moves earlier heads and checkpoints into `previous`, so that nothing of them mixes with the new ones and
-    a killed run resumes from its own checkpoints (without --overwrite)."""
-    earlier = [path for path in output.iterdir() if path.name != "previous"]
-    if not earlier:
+    a killed run resumes from its own checkpoints (without --overwrite). Killed itself, it is finished by the next start."""
+    moving, previous = output / MOVING, output / "previous"
+    earlier = [path for path in output.iterdir() if path not in (moving, previous)]
+    if not earlier and not moving.exists():
         return
-    shutil.rmtree(output / "previous", ignore_errors=True)
-    (output / "previous").mkdir()
+    moving.mkdir(exist_ok=True)
     for path in sorted(earlier, key=lambda p: p.name != "config.json"):  # config.json first: it marks the folder as whole
-        path.rename(output / "previous" / path.name)
+        path.rename(moving / path.name)
+    shutil.rmtree(previous, ignore_errors=True)
+    moving.rename(previous)
 
 
 def tracker_config(config: TrainConfig) -> dict[str, Any]:
@@ -227,6 +252,16 @@ def pick_precision(dtype: str) -> str:
     if dtype == "float16" and not on_gpu:
         raise ValueError("--base-dtype float16: training in it needs a GPU; use float32 or bfloat16 on a CPU")
     return dtype
+
+
+def check_adapter_options(config: TrainConfig) -> None:
+    """Refuses, before any work, options of an adapter where none is asked for: whoever forgot its rank would train a frozen base."""
+    for option in dataclasses.fields(config):
+        if config.lora_rank or not option.name.startswith("lora_"):
+            continue
+        default = option.default_factory() if option.default is dataclasses.MISSING else option.default  # type: ignore[misc]
+        if getattr(config, option.name) != default:
+            raise ValueError(f"{option.name}: there is no adapter that it could be of: add --lora-rank N, or leave it out")
 
 
 def check_tracker(name: str) -> None:
@@ -285,12 +320,17 @@ def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
 
 def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
     """Rows -> (training rows, held-out rows): those whose id has the lowest SHA-256 are held out, so
-    that the choice depends on nothing but the ids."""
+    that the choice depends on nothing but the ids. Several samples of one prompt (`id#0`, `id#1`) are never in both."""
     if num_held_out >= len(rows):
         raise ValueError(f"held_out: {num_held_out} of {len(rows)} conversations leaves none to train on: lower --held-out")
-    hashes = [hashlib.sha256(row_id.encode()).hexdigest() for row_id in rows["id"]]
+    prompts = [re.sub(r"#\d+$", "", row_id) for row_id in rows["id"]]
+    hashes = [hashlib.sha256(prompt.encode()).hexdigest() for prompt in prompts]
     order = sorted(range(len(rows)), key=hashes.__getitem__)
-    return rows.select(sorted(order[num_held_out:])), rows.select(sorted(order[:num_held_out]))
+    held_out, last = order[:num_held_out], hashes[order[num_held_out - 1]] if num_held_out else ""
+    training = [index for index in order[num_held_out:] if hashes[index] != last]
+    if not training:
+        raise ValueError(f"held_out: {num_held_out} conversations leave none of another prompt to train on: lower --held-out")
+    return rows.select(sorted(training)), rows.select(sorted(held_out))
 
 
 def check_token_ids(rows: Any, vocab_size: int) -> None:

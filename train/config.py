@@ -178,6 +178,8 @@ class TrainConfig:
             _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
         _require(self.lora_rank >= 0, "lora_rank", "must be 0 or more")
         _require(0 <= self.lora_start_ratio < 1, "lora_start_ratio", "must lie in [0, 1)")
+        own_and_few = self.own_lm_head and self.draft_vocab_size
+        _require(not own_and_few, "draft_vocab_size", "own LM heads are trained over all tokens: leave it or --own-lm-head out")
         _require(
             not self.lora_rank or self.hidden_states == "online",
             "hidden_states",

@@ -32,7 +32,7 @@ class Medusa2Trainer(Trainer):
 
     @property
     def first_joint_step(self) -> int:
-        return round(self.config.lora_start_ratio * self.num_steps)
+        return min(round(self.config.lora_start_ratio * self.num_steps), self.num_steps - 1)
 
     @property
     def trained(self) -> nn.Module:

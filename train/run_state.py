@@ -47,7 +47,8 @@ NO_VALIDATIONS = Validations()
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as read. step: finished steps; state: `heads` and `optimizer`, on the CPU; validations: up to it."""
+    """A checkpoint as read. step: finished steps; state: `heads`, `optimizer` and, in float16, `scaler`, on the CPU; validations: up
+    to it."""
 
     folder: Path
     step: int
@@ -143,7 +144,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             if name := archive.testzip():  # torch reads numbers without looking at their checksums
                 raise ValueError(f"wrong checksum of {name} in state.pt")
         state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        state = {name: state[name] for name in ("heads", "optimizer")}
+        state = {name: state[name] for name in ("heads", "optimizer", *({"scaler"} & state.keys()))}
         return Checkpoint(folder, int(run["step"]), dict(run["identity"]), state, _read_validations(run))
     except (OSError, EOFError, ValueError, TypeError, LookupError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

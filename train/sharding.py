@@ -126,7 +126,7 @@ def gradients(accelerator: Accelerator, module: nn.Module) -> dict[str, torch.Te
 def clip_gradients(accelerator: Accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
     """DeepSpeed's engine clips in its step."""
     if not zero.stage(accelerator):
-        accelerator.clip_grad_norm_(parameters, max_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)  # what trains is whole everywhere; accelerate's would unscale it once more
 
 
 def whole(accelerator: Accelerator, module: nn.Module, *, changed: bool = False) -> AbstractContextManager[None]:

@@ -169,7 +169,7 @@ class Trainer:
         self.started = time.perf_counter()
         for step, window in enumerate(source, start=first_step):
             finished = self._step(step, window)
-            if step == first_step:
+            if step == 0:
                 self._assert_every_head_learns(finished)
             if pending is not None:
                 self._check_finite(pending)  # one step behind, so the device is never waited for
@@ -215,6 +215,8 @@ class Trainer:
             self.accelerator.print(f"warning: {problem}: going back to {checkpoint.folder.name}", file=sys.stderr)
         with whole(self.accelerator, self.trained, changed=True):
             restore(checkpoint, self.trained, self.optimizer, self.identity())
+        if self.accelerator.scaler is not None and "scaler" in checkpoint.state:
+            self.accelerator.scaler.load_state_dict(checkpoint.state["scaler"])
         self.validations = checkpoint.validations
         self.accelerator.print(f"resuming from {checkpoint.folder} at step {checkpoint.step} of {self.num_steps}")
         return checkpoint.step
@@ -223,6 +225,8 @@ class Trainer:
         self.accelerator.wait_for_everyone()
         with whole(self.accelerator, self.trained):
             state = {"heads": self.trained.state_dict(), "optimizer": self.optimizer.state_dict()}  # by all processes
+            if self.accelerator.scaler is not None:
+                state["scaler"] = self.accelerator.scaler.state_dict()
             if self.accelerator.is_main_process:
                 save_checkpoint(
                     Path(self.config.output_dir),
@@ -301,6 +305,7 @@ class Trainer:
                 backward(accelerator, self.model, output.loss, last=last)
             outputs.append(output._replace(loss=output.loss.detach()))
         average_gradients(accelerator, self.trained.parameters())
+        accelerator.unscale_gradients()  # of float16, whose losses were scaled
         of_heads = gradients(accelerator, self.heads)
         norms_K = torch.stack([_slot_norm(of_heads, k) for k in range(self.num_heads)])
         adapter_norm = self.clip_gradients(step)
@@ -309,8 +314,9 @@ class Trainer:
         return _Finished(step, window, outputs, counts_K, norms_K, adapter_norm)
 
     def _assert_every_head_learns(self, finished: _Finished) -> None:
-        learned = zip(finished.grad_norms.tolist(), finished.slot_counts.tolist(), strict=True)
-        silent = [k for k, (norm, count) in enumerate(learned, start=1) if count and not norm > 0]
+        losses_K = torch.stack([output.slot_loss_K for output in finished.outputs]).sum(0)  # 0 where no target was one to be proposed
+        learned = zip(finished.grad_norms.tolist(), losses_K.tolist(), strict=True)
+        silent = [k for k, (norm, loss) in enumerate(learned, start=1) if loss and norm == 0]
         self._check_finite(finished)
         assert not silent, f"heads {silent} received no gradient in the first step"
 
@@ -323,8 +329,13 @@ class Trainer:
                     f"{int(batch.tensors['pair_slot'][pair]) + 1}. {self._what_to_do()}"
                 )
         norms = (finished.grad_norms,) if finished.adapter_norm is None else (finished.grad_norms, finished.adapter_norm)
-        if not all(norm.isfinite().all() for norm in norms):
+        if not all(norm.isfinite().all() for norm in norms) and not self._rescales():
             raise ValueError(f"the gradient is not finite at step {finished.step + 1}. {self._what_to_do()}")
+
+    def _rescales(self) -> bool:
+        """Whether losses were scaled too high for float16: that step was left out, and the scale halved."""
+        scaler = self.accelerator.scaler
+        return scaler is not None and scaler.get_scale() >= 1
 
     def _what_to_do(self) -> str:
         return (
@@ -375,4 +386,4 @@ class Trainer:
 def _slot_norm(gradients: dict[str, Tensor], slot: int) -> Tensor:
     """The gradient norm of one head's parameters."""
     parts = [gradient[slot] if name == "lm_head" else gradient[:, slot] for name, gradient in gradients.items()]
-    return torch.stack([part.float().norm() for part in parts]).norm()
+    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm().float()

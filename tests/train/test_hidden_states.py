@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -33,8 +34,8 @@ from train.config import TrainConfig, parse_config
 from train.hidden_states import cached_batch, hold_states
 from train.packing import PackedDataset, collate
 from train.state_maker import StateMaker, index_states, ranges
-from train.state_manifest import tokenizer_keys
-from train.state_shards import open_states
+from train.state_manifest import Manifest, tokenizer_keys
+from train.state_shards import open_states, write_shard
 from train.trainer import Trainer
 
 STORES = ("device", "disk")
@@ -389,6 +390,16 @@ def test_a_cache_made_for_something_else_is_refused(tmp_path: Path, change: Any,
     change(foreign)
     with pytest.raises(ValueError, match=rf"holds hidden states made for .*{message}.*: choose another folder, or delete this one"):
         open_states(folder, maker_of(foreign))
+
+
+def test_a_shard_made_anew_is_entered_after_a_kill(tmp_path: Path) -> None:
+    """Its checksum lies beside it while the manifest holds that of the shard before."""
+    folder, maker = tmp_path / "states", maker_of(make_trainer(tmp_path / "run"))
+    open_states(folder, maker)
+    shard = folder / Manifest.read(folder).shards[0].file
+    write_shard(shard, torch.from_numpy(np.fromfile(shard, dtype=np.uint8)) ^ 1)
+    open_states(folder, maker)
+    assert not shard.with_suffix(".sha256").exists()
 
 
 def test_the_keys_of_a_tokenizer() -> None:

@@ -215,6 +215,83 @@ def test_overwrite_leaves_nothing_of_the_earlier_heads(workspace: Path) -> None:
     assert before.draft_vocabulary is not None and before.static_nodes
 
 
+@pytest.mark.parametrize("name", ["data", "init_heads"])
+def test_overwrite_moves_nothing_that_the_run_reads(workspace: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run(parse_config(arguments(workspace, "--max-steps", "1")))
+    (inside := workspace / "out" / "data.jsonl").write_text((workspace / "data.jsonl").read_text())
+    path = {"data": inside, "init_heads": workspace / "out"}[name]
+    options = arguments(workspace, "--overwrite", "--init-heads", str(path) if name == "init_heads" else "None")
+    assert main([*options[:3], str(path) if name == "data" else options[3], *options[4:]]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert f"{name}: {path} lies in --output-dir" in found and "--overwrite moves away" in found
+    assert inside.exists() and (workspace / "out" / "config.json").exists()
+
+
+def test_a_move_that_was_killed_is_finished_by_the_next_start(workspace: Path) -> None:
+    """Else the run would go on from checkpoints of the one before, and write its heads as its own."""
+    run(parse_config(arguments(workspace, "--max-steps", "2")))
+    (workspace / "out" / ".previous").mkdir()
+    (workspace / "out" / "config.json").rename(workspace / "out" / ".previous" / "config.json")
+    run(parse_config(arguments(workspace, "--max-steps", "2", "--seed", "1")))
+    earlier = workspace / "out" / "previous"
+    assert (earlier / "config.json").exists() and checkpoint_folders(earlier) and not (workspace / "out" / ".previous").exists()
+
+
+def test_interrupted_in_one_line(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.trainer.Trainer.train", interrupted)
+    assert main(arguments(workspace)) == 130 and "interrupted: the same command" in capsys.readouterr().err
+
+
+def test_accelerates_variable_for_accumulation_changes_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are divided by what a window holds; accelerate would divide them again."""
+    found = []
+    for value in ("1", "1000"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", value)
+        run(parse_config(arguments(workspace, "--max-steps", "2", "--overwrite")))
+        found.append((workspace / "out" / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_options_of_an_adapter_need_one(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "lora_targets: there is no adapter" in refusal(workspace, capsys, "--lora-targets", "q_proj")
+    assert "lora_alpha: there is no adapter" in refusal(workspace, capsys, "--lora-alpha", "2")
+
+
+def test_validation_rows_of_another_model_are_refused_before_training(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"id": "v", "input_ids": [5, 6, 99_999, 7, 8], "assistant_spans": [[1, 5]]}
+    (workspace / "validation.jsonl").write_text(json.dumps(row) + "\n")
+    found = refusal(workspace, capsys, "--max-steps", "1", "--validation", str(workspace / "validation.jsonl"))
+    assert "conversation v holds token id 99999" in found
+
+
+def test_a_first_window_without_a_target_to_propose(workspace: Path) -> None:
+    """Its last head has no loss there, and no gradient; nothing is wrong."""
+    with (workspace / "rare.jsonl").open("w") as file:
+        for index in range(30):
+            ids = [5, 6, 7, 40, 41, *((50 + index, 60 + index) if index % 2 else (42,))]
+            file.write(json.dumps({"id": f"v{index}", "input_ids": ids, "assistant_spans": [[3, len(ids)]]}) + "\n")
+    options = (
+        "--num-heads",
+        "3",
+        "--max-length",
+        "8",
+        "--pack-length",
+        "8",
+        "--batch-size",
+        "1",
+        "--draft-vocab-size",
+        "3",
+        "--max-steps",
+        "1",
+    )
+    for seed in range(6):
+        given = arguments(workspace, *options, "--overwrite", "--seed", str(seed))
+        run(parse_config([*given[:3], str(workspace / "rare.jsonl"), *given[4:]]))
+
+
 def test_validation_too_short_to_measure_costs_nothing_but_the_figures(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a"}]}
     (workspace / "short.jsonl").write_text(json.dumps(short) + "\n")
@@ -262,6 +339,7 @@ def test_refusals_name_the_option(workspace: Path, capsys: pytest.CaptureFixture
     assert "tokenizer could not be loaded" in refusal(workspace, capsys, "--base", str(workspace / "nope"))
     assert "held_out" in refusal(workspace, capsys, "--held-out", "40")
     assert "beyond the base model's context" in refusal(workspace, capsys, "--max-length", "2000", "--pack-length", "2000")
+    assert "draft_vocab_size: own LM heads" in refusal(workspace, capsys, "--own-lm-head", "--draft-vocab-size", "20")
     assert "pack_length" in refusal(workspace, capsys, "--pack-length", "16")
     assert "architecture 'medussa'" in refusal(workspace, capsys, "--architecture", "medussa")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -281,6 +359,14 @@ def test_split_depends_on_ids_alone() -> None:
     assert sorted(held["id"]) == sorted(again["id"]) and len(held) == 6
     train, held = split_by_id(rows, 6)
     assert not set(train["id"]) & set(held["id"]) and len(train) == 14
+
+
+@pytest.mark.parametrize("num_held_out", [1, 4, 6])
+def test_samples_of_one_prompt_are_never_on_both_sides(num_held_out: int) -> None:
+    rows: Any = datasets.Dataset.from_dict({"id": [f"r{i}#{sample}" for i in range(10) for sample in range(3)]})
+    train, held = (part["id"] for part in split_by_id(rows, num_held_out))
+    assert len(held) == num_held_out and 27 - num_held_out < len(train) <= 30 - num_held_out
+    assert not {name.split("#")[0] for name in train} & {name.split("#")[0] for name in held}
 
 
 def test_token_ids_of_another_model_are_named() -> None:

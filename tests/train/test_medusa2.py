@@ -91,12 +91,17 @@ def test_autocast_alone_casts_what_the_adapter_reads(tmp_path: Path, monkeypatch
 
     def losses_and_kept() -> tuple[list[Tensor], int]:
         kept: dict[int, int] = {}
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, lambda t: t)  # type: ignore[func-returns-value]
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
         headed.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16), hooks:
+        with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = headed(**batch, heads_share=0.3).loss
         loss.backward()
-        return [loss.detach(), *[p.grad.clone() for part in (headed.adapter, headed.heads) for p in part.parameters()]], sum(kept.values())
+        gradients: list[Any] = [p.grad for part in (headed.adapter, headed.heads) for p in part.parameters()]  # type: ignore[union-attr]
+        return [loss.detach(), *(gradient.clone() for gradient in gradients)], sum(kept.values())
 
     ours, kept = losses_and_kept()
     monkeypatch.setattr(Adapter, "left_to_autocast", nullcontext)
@@ -111,6 +116,11 @@ def test_the_base_is_held_to_the_end_of_an_answer_too(tmp_path: Path) -> None:
     documents = [*tensors["document_ids"][0].tolist(), 0]
     ends = [i for i, d in enumerate(documents) if d and documents[i + 1] != d]
     assert ends and set(ends) <= set((tensors["positions"] + 2).tolist())
+
+
+def test_the_adapter_has_its_turn_however_few_steps_there_are(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, lora_start_ratio=0.99)
+    assert trainer.first_joint_step == trainer.num_steps - 1
 
 
 def test_heads_go_first_and_the_base_stays(tmp_path: Path) -> None:

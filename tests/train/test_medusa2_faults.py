@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
+from medusa_heads.adapter import Adapter
 from medusa_heads.merge import merged_base
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.train.medusa2_runs import make_trainer
@@ -88,6 +90,26 @@ def test_the_adapter_acts_times_alpha_over_rank(tmp_path: Path, alpha: float | N
     x = torch.randn(5, 32)
     added = x @ layer.lora_A.default.weight.T @ layer.lora_B.default.weight.T
     torch.testing.assert_close(layer(x) - layer.base_layer(x), scale * added, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, value: None if ".layers.1." in name else (name, value), "is in the model alone"),
+        (lambda name, value: (name.replace(".layers.1.", ".layers.7."), value), "is in the (file|model) alone"),
+        (lambda name, value: (name, value * float("nan")), "not finite"),
+    ],
+    ids=["a layer is missing", "of a deeper base", "not finite"],
+)
+def test_an_adapter_is_merged_whole_or_not_at_all(tmp_path: Path, change: Any, message: str) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    Adapter.attach(tiny_model("llama"), rank=2, targets=["q_proj"]).save(tmp_path / "adapter", base_name="b")
+    merged_base(str(tmp_path / "base"), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(dict(filter(None, (change(*item) for item in load_file(file).items()))), file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"--adapter .* does not fit this base \(.*{message}"):
+        merged_base(str(tmp_path / "base"), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

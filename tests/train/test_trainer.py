@@ -10,16 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn import functional as F
 
 from medusa_heads import base_model
 from medusa_heads.fingerprint import weights_digest
+from tests.tiny_models import tiny_model
+from tests.train import training_runs
 from tests.train.training_runs import make_trainer, result, rows
 from train import trainer as trainer_module
 from train.batch import make_batch
 from train.headed_model import HeadedModel
+from train.history import FILE_NAME, read_history
 from train.packing import collate
 from train.run_state import checkpoint_folders, save_checkpoint
+from train.trainer import Trainer
 
 
 def assert_same_run(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> None:
@@ -271,6 +276,48 @@ def test_silent_head_is_caught(tmp_path: Path) -> None:
     trainer.headed.heads.draft_states = lambda h, n=None: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign,assignment,misc]
     with pytest.raises(AssertionError, match=r"heads \[3\] received no gradient"):
         trainer.train()
+
+
+def test_heads_that_weigh_next_to_nothing_do_learn(tmp_path: Path) -> None:
+    """The squares of their gradients are beyond float32."""
+    make_trainer(tmp_path, num_heads=12, slot_decay=0.01, epochs=1).train()
+
+
+def make_half_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, scale: float, **options: Any) -> Trainer:
+    """As on a GPU in float16: losses are scaled, gradients unscaled, and a step whose gradient overflows is left out."""
+
+    def accelerator(**arguments: Any) -> Accelerator:
+        made = Accelerator(**arguments)
+        made.scaler, made.native_amp = torch.amp.GradScaler("cpu", init_scale=scale), True  # type: ignore[assignment]
+        made.autocast = lambda: torch.autocast("cpu", torch.float16)  # type: ignore[method-assign,assignment]
+        return made
+
+    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "fp16"))
+    monkeypatch.setattr(training_runs, "Accelerator", accelerator)
+    monkeypatch.setattr(training_runs, "tiny_model", lambda family: tiny_model(family).half())
+    return make_trainer(tmp_path, **options)
+
+
+def test_float16_scales_losses_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_half_trainer(tmp_path / "half", monkeypatch, scale=2.0**14)
+    trainer.train()
+    monkeypatch.undo()
+    (full := make_trainer(tmp_path / "full")).train()
+    half_norms, norms = (
+        [row["slot1/grad_norm"] for row in read_history(tmp_path / name / FILE_NAME) if "loss" in row] for name in ("half", "full")
+    )
+    assert half_norms == pytest.approx(norms, rel=0.1)
+    assert trainer.losses == pytest.approx(full.losses, rel=0.02)  # type: ignore[attr-defined]
+
+
+def test_float16_leaves_out_a_step_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_half_trainer(tmp_path, monkeypatch, scale=2.0**40)
+    trainer.train()
+    scale = trainer.accelerator.scaler.get_scale()  # type: ignore[union-attr]
+    assert scale < 2.0**40 and all(weight.isfinite().all() for weight in trainer.heads.parameters())
+    resumed = make_half_trainer(tmp_path, monkeypatch, scale=2.0**40)
+    resumed._resume()
+    assert resumed.accelerator.scaler.get_scale() == scale  # type: ignore[union-attr]
 
 
 def test_nan_names_the_conversation_and_keeps_the_checkpoint(tmp_path: Path) -> None:
