@@ -24,21 +24,28 @@ from medusa_heads.lock import lock_output
 from medusa_heads.model_card import model_card
 from medusa_heads.replacing import remove_abandoned
 from train.config import TrainConfig, parse_config
+from train.draft_model_config import DraftModelConfig
 
 MOVING = ".previous"  # becomes `previous` once all earlier files are in it
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains heads; user errors (ValueError) become one line and exit status 2, the end of another process one and exit status 1."""
+    """Trains heads; see `exit_status`."""
     base_model.quiet_transformers()
+    return exit_status(lambda: run(parse_config(sys.argv[1:] if argv is None else argv)))
+
+
+def exit_status(training: Callable[[], object]) -> int:
+    """Runs it; user errors (ValueError) become one line and exit status 2, the end of another process one and exit status 1, Ctrl-C one
+    and exit status 130."""
     try:
-        run(parse_config(sys.argv[1:] if argv is None else argv))
+        training()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command, without --overwrite, goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt:  # below the progress bar
+        print("\ninterrupted: the same command, without --overwrite, goes on from the last checkpoint", file=sys.stderr)
         return 130
     except RuntimeError as error:
         if not is_lost_process(error):
@@ -226,12 +233,12 @@ def set_aside(output: Path) -> None:
     moving.rename(previous)
 
 
-def tracker_config(config: TrainConfig) -> dict[str, Any]:
+def tracker_config(config: TrainConfig | DraftModelConfig) -> dict[str, Any]:
     """The options as every tracker takes them: plain numbers and text."""
     return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.schedule_dict().items()}
 
 
-def start_tracker(accelerator: Any, config: TrainConfig) -> None:
+def start_tracker(accelerator: Any, config: TrainConfig | DraftModelConfig) -> None:
     """Raises ValueError when the tracker does not start: better before training than after."""
     try:
         accelerator.init_trackers(config.project, config=tracker_config(config))
@@ -259,7 +266,7 @@ def check_adapter_options(config: TrainConfig) -> None:
     for option in dataclasses.fields(config):
         if config.lora_rank or not option.name.startswith("lora_"):
             continue
-        default = option.default_factory() if option.default is dataclasses.MISSING else option.default  # type: ignore[misc]
+        default = option.default_factory() if callable(option.default_factory) else option.default
         if getattr(config, option.name) != default:
             raise ValueError(f"{option.name}: there is no adapter that it could be of: add --lora-rank N, or leave it out")
 

@@ -22,7 +22,7 @@ from train.__main__ import (
     check_token_ids,
     check_tracker,
     claim_output,
-    is_lost_process,
+    exit_status,
     leave,
     make_accelerator,
     pick_precision,
@@ -35,28 +35,9 @@ RECORD = "draft_model.json"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Distils a draft model; user errors (ValueError) become one line and exit status 2, the end of another process one and exit
-    status 1, Ctrl-C one and exit status 130."""
+    """Distils a draft model; see `exit_status`."""
     base_model.quiet_transformers()
-    try:
-        run(parse_config(sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if not is_lost_process(error):
-            raise
-        reason = str(error).splitlines()[0]
-        print(
-            f"error: another process of this run has ended ({reason}): look for its own message, then start the command again; "
-            "it goes on from the last checkpoint",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on from the last checkpoint", file=sys.stderr)  # below the progress bar
-        return 130
-    return 0
+    return exit_status(lambda: run(parse_config(sys.argv[1:] if argv is None else argv)))
 
 
 def run(config: DraftModelConfig) -> Path:
@@ -98,7 +79,7 @@ def run(config: DraftModelConfig) -> Path:
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=1)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")
     if config.log_with != "none":
-        start_tracker(accelerator, config)  # type: ignore[arg-type]  # it reads what heads and draft models have in common
+        start_tracker(accelerator, config)
     trainer = DraftModelTrainer(config, distilled, packed, accelerator)
     trainer.train()
     if accelerator.is_main_process:

@@ -22,7 +22,7 @@ from train.draft_model_loss import FIGURES, DistilledModel
 from train.history import History
 from train.packing import PackedDataset
 from train.run_state import newest_checkpoint, restore, save_checkpoint
-from train.schedule import warmup_cosine
+from train.schedule import number_of_steps, warmup_cosine
 from train.windows import WindowPlan, windows
 
 
@@ -40,7 +40,7 @@ class DraftModelTrainer:
             accelerator.process_index,
             config.seed,
         )
-        self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
+        self.num_steps = number_of_steps(config.epochs, self.plan.steps_per_epoch, config.max_steps)
         self.trained = model.trained()
         self.base_fingerprint = fingerprint(model.base)
         optimizer = torch.optim.AdamW(

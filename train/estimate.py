@@ -8,7 +8,6 @@ operations are counted (cost_model.py); time is measured on this device by a few
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from train.cost_model import (
 from train.cost_rows import DISK_BYTES_PER_SECOND, EXCHANGE_BYTES_PER_SECOND, MODES, Run, row
 from train.objectives import Objective
 from train.packing import PackedDataset, collate
+from train.schedule import number_of_steps
 from train.state_maker import index_states
 from train.windows import WindowPlan
 
@@ -122,7 +122,7 @@ def estimate(config: Estimate) -> dict[str, Any]:
     )
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=heads.num_heads)
     plan = WindowPlan(len(packed), config.batch_size, config.gradient_accumulation_steps, config.num_processes, 0, config.seed)
-    num_steps = config.max_steps or max(1, math.ceil(config.epochs * plan.steps_per_epoch))
+    num_steps = number_of_steps(config.epochs, plan.steps_per_epoch, config.max_steps)
     batches = sample_batches(packed, plan, heads.num_heads)
     batch = largest_batch(batches)
     if config.hardware == "measured":

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 import time
 from contextlib import nullcontext
@@ -39,7 +38,7 @@ from train.run_state import (
     restore,
     save_checkpoint,
 )
-from train.schedule import warmup_cosine
+from train.schedule import number_of_steps, warmup_cosine
 from train.sharding import (
     average_gradients,
     backward,
@@ -82,7 +81,7 @@ class Trainer:
             accelerator.process_index,
             config.seed,
         )
-        self.num_steps = config.max_steps or max(1, math.ceil(config.epochs * self.plan.steps_per_epoch))
+        self.num_steps = number_of_steps(config.epochs, self.plan.steps_per_epoch, config.max_steps)
         share_out(accelerator, model, batch_size=config.batch_size, max_grad_norm=config.max_grad_norm)
         optimizer = torch.optim.AdamW(
             self.parameter_groups(model),

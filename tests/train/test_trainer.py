@@ -24,6 +24,7 @@ from train.headed_model import HeadedModel
 from train.history import FILE_NAME, read_history
 from train.packing import collate
 from train.run_state import checkpoint_folders, save_checkpoint
+from train.schedule import number_of_steps
 from train.trainer import Trainer
 
 
@@ -276,6 +277,11 @@ def test_silent_head_is_caught(tmp_path: Path) -> None:
     trainer.headed.heads.draft_states = lambda h, n=None: torch.cat([real(h)[:, :2], real(h)[:, 2:].detach()], 1)  # type: ignore[method-assign,assignment,misc]
     with pytest.raises(AssertionError, match=r"heads \[3\] received no gradient"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("epochs", "steps_per_epoch", "steps"), [(1.1, 50, 55), (0.28, 25, 7), (2.2, 25, 55), (0.01, 20, 1), (1.5, 3, 5)])
+def test_epochs_are_decimal_numbers(epochs: float, steps_per_epoch: int, steps: int) -> None:
+    assert number_of_steps(epochs, steps_per_epoch, None) == steps
 
 
 def test_heads_that_weigh_next_to_nothing_do_learn(tmp_path: Path) -> None:
