@@ -50,7 +50,9 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = base_model.text_config(model)
     fields = {name: getattr(config, name, None) for name in CONFIG_FIELDS} | {"quantization": quantization}
     digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-    weights: dict[str, Tensor] = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point() and ".lora_" not in name}
+    weights: dict[str, Tensor] = {
+        name: weight for name, weight in model.named_parameters() if weight.is_floating_point() and ".lora_" not in name
+    }
     sampled = {name: weight for name, weight in weights.items() if (weight.dim() == 1) == bool(quantization)}
     sampled["lm_head"] = base_model.lm_head_parameters(model)[0]
     for name in sorted(sampled):
