@@ -315,7 +315,7 @@ def test_an_interrupted_run_says_how_it_goes_on(
 ) -> None:
     run_raises(monkeypatch, KeyboardInterrupt())
     assert main(arguments(workspace, "out")) == 130
-    assert capsys.readouterr().err == "\ninterrupted: the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == "\ninterrupted: the same command, without --overwrite, goes on from the last checkpoint\n"
 
 
 @pytest.mark.slow

@@ -416,7 +416,7 @@ def test_broken_drafter_is_seen(
         (["--drafters", "heads,draft_model"], "--drafters draft_model needs --draft-model"),
         (["--heads", "a", "b", "--drafters", "suffix"], "--heads a b draft nothing here: add heads to --drafters"),
         (["--draft-model", "/nowhere"], "--draft-model /nowhere drafts nothing here: add draft_model to --drafters"),
-        (["--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        (["--temperature", "-1"], "--temperature -1.0: must be 0 (greedy), or 0.001 and more"),
         (["--top-p", "0.5"], "--top-p 0.5 has no effect at --temperature 0"),
         (["--verifier", "typical"], "--verifier typical is for sampling"),
         (["--quality"], "can be judged: rows need a `reference`"),
