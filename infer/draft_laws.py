@@ -9,6 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LARGE = 1e30  # of logits, in float32
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Logits that have a softmax: a law that holds what is no number could not be told from the one that drafts were drawn from."""
+    return logits.nan_to_num(nan=-LARGE, posinf=LARGE, neginf=-LARGE).clamp(-LARGE, LARGE)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftLaws:

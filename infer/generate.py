@@ -139,7 +139,7 @@ class Generator:
         eos = self._end_tokens(generation_config) if eos_ids is None else eos_ids
         stop = [*stop, *stop_strings(generation_config)]
         rows = [RowOutput(max_new_tokens=limit, eos_ids=eos, stop=stop, tokenizer=self.tokenizer) for limit in limits]
-        target = self._target(generation_config, texts, limits=limits, eos_ids=eos, seed=seed, verifier=verifier)
+        target = self._target(generation_config, texts, limits=limits, eos_ids=eos, seed=seed, verifier=verifier, answers=rows)
         return Request(texts, limits, rows, target)
 
     @torch.inference_mode()
@@ -233,6 +233,7 @@ class Generator:
         eos_ids: Sequence[int],
         seed: int,
         verifier: VerifierChoice,
+        answers: Sequence[RowOutput],
     ) -> Target:
         if generation_config is None:
             check_verifier(verifier, greedy=True)
@@ -246,6 +247,7 @@ class Generator:
             seed=seed,
             drafter=self.drafter,
             verifier=verifier,
+            answers=answers,
         )
 
     def _limits(self, texts: list[list[int]], max_new_tokens: int | None, generation_config: GenerationConfig | None) -> list[int]:

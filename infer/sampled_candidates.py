@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infer.candidates import Candidates, tree_on
-from infer.draft_laws import DraftLaws
+from infer.draft_laws import DraftLaws, finite
 from infer.draws import draw_in_order
 from infer.tree import Tree
 
@@ -43,7 +43,7 @@ def sampled_candidates(
     top_BKW, tokens_BKW = draft_logits_BKV[:, : tree.depth].float().topk(width, dim=-1)
     if vocabulary is not None:
         tokens_BKW = vocabulary[tokens_BKW]
-    laws_BKW = (top_BKW / temperature).softmax(-1).clamp_min(LEAST_PROBABILITY)
+    laws_BKW = finite(top_BKW / temperature).softmax(-1).clamp_min(LEAST_PROBABILITY)
     laws_BKW = laws_BKW / laws_BKW.sum(-1, keepdim=True)
     depths_M = tree.depths_N[parents_M]
     order_BMC = draw_in_order(laws_BKW[:, depths_M], num_children, generators)

@@ -1,11 +1,12 @@
 """Emitted tokens of one row -> text as it grows, and the reason to stop.
 
 An answer ends inside an accepted path as exactly as between steps: at the first end token (kept),
-at the first stop string (cut off the text), or at the limit of new tokens.
+at the first stop string (cut off the text; one that is a special token ends it there), or at the limit of new tokens.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,17 @@ class IncrementalDetokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def _special_stop_tokens(stop: Sequence[str], tokenizer: Any) -> list[int]:
+    """Of stop strings that are special tokens, which no text shows. Raises ValueError for one that is so in part."""
+    special = {token: tokenizer.convert_tokens_to_ids(token) for token in getattr(tokenizer, "all_special_tokens", ())}
+    for string in stop:
+        if string not in special and (inside := next((token for token in special if token and token in string), None)):
+            raise ValueError(
+                f"the stop string {string!r} holds the special token {inside}, which the text leaves out: stop at {inside} itself"
+            )
+    return [special[string] for string in stop if string in special]
+
+
 class RowOutput:
     """The growing answer of one row.
 
@@ -57,6 +69,7 @@ class RowOutput:
         if any(not s for s in stop):
             raise ValueError("a stop string is empty: it would end every answer at once")
         self.max_new_tokens, self.eos_ids, self.stop = max_new_tokens, frozenset(eos_ids), tuple(stop)
+        self.stop_ids = frozenset(_special_stop_tokens(stop, tokenizer))
         self.detokenizer = IncrementalDetokenizer(tokenizer) if tokenizer is not None else None
         self.token_ids: list[int] = []
         self.text = ""
@@ -72,10 +85,22 @@ class RowOutput:
             self._take(token)
         return taken
 
+    def ends_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether the answer would be over within these further tokens."""
+        ahead = copy.copy(self)
+        ahead.token_ids = [*self.token_ids]
+        if self.detokenizer is not None:
+            ahead.detokenizer = copy.copy(self.detokenizer)
+            ahead.detokenizer.ids = [*self.detokenizer.ids]
+        ahead.extend(token_ids)
+        return ahead.finish_reason is not None
+
     def _take(self, token: int) -> None:
         self.token_ids.append(token)
         if token in self.eos_ids:
             self.finish_reason = "eos"
+        elif token in self.stop_ids:
+            self.finish_reason = "stop"
         elif len(self.token_ids) >= self.max_new_tokens:
             self.finish_reason = "length"
         if self.detokenizer is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from infer.candidates import Candidates
 from infer.drafters import Drafter, DraftSampling
 from infer.draws import Draws, GeneratorDraws, MostLikely
+from infer.stopping import RowOutput
 from infer.verifiers import VerifierChoice, needs_drawn_drafts, resolve_verifier, verdict
 from infer.verify import Verification, verify_greedy
 from infer.verify_sampled import DraftTree, Laws
@@ -72,9 +73,10 @@ class ProcessedTarget:
         seed: int,
         drafter: Drafter,
         verifier: VerifierChoice = "auto",
+        answers: Sequence[RowOutput] = (),
     ) -> None:
-        """Raises ValueError naming a setting that tree decoding cannot honour, or why `verifier` cannot run with
-        these settings and this drafter."""
+        """answers: as they grow, which tells where stop strings end them. Raises ValueError naming a setting that tree decoding cannot
+        honour, or why `verifier` cannot run with these settings and this drafter."""
 
         @functools.cache
         def processors(prompt_length: int, limit: int) -> tuple[LogitsProcessorList, bool]:
@@ -87,7 +89,7 @@ class ProcessedTarget:
             processing, sampled = processors(len(prompt), limit)
             self.rows.append(RowLaw(processing, seed=row_seed(seed, row) if sampled else None))
         self.lengths = [len(prompt) + limit for prompt, limit in zip(prompts, max_new_tokens, strict=True)]  # of whole texts
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_ids, self.answers = frozenset(eos_ids), answers
         first = self.rows[0]
         self.verifier = resolve_verifier(
             verifier,
@@ -114,7 +116,9 @@ class ProcessedTarget:
             path, token = [0], tokens[row][0]
             if running[row]:
                 tree = DraftTree(tuple(tokens[row]), tuple(parents[row]))
-                p = NodeLaws(law, tree, logits_BNV[row], texts[row], length=self.lengths[row], eos_ids=self.eos_ids)
+                ends_after = self.answers[row].ends_after if self.answers else None
+                length = self.lengths[row]
+                p = NodeLaws(law, tree, logits_BNV[row], texts[row], length=length, eos_ids=self.eos_ids, ends_after=ends_after)
                 q: Laws = drawn.row(row, vocab_size=logits_BNV.shape[-1]) if drawn is not None else []
                 path, token = verdict(self.verifier, tree, p, q, law.draws, replace=drawn is not None and drawn.replace)
             paths.append(path)
@@ -179,10 +183,21 @@ class NodeLaws:
     no error of the answer: such a node gets an arbitrary law, none of which is emitted.
     """
 
-    def __init__(self, law: RowLaw, tree: DraftTree, logits_NV: Tensor, text: Sequence[int], *, length: int, eos_ids: Set[int]) -> None:
-        """length: of text and answer together, at most; eos_ids: the tokens that end it."""
+    def __init__(
+        self,
+        law: RowLaw,
+        tree: DraftTree,
+        logits_NV: Tensor,
+        text: Sequence[int],
+        *,
+        length: int,
+        eos_ids: Set[int],
+        ends_after: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
+        """length: of text and answer together, at most; eos_ids: the tokens that end it; ends_after: whether anything else does
+        within further tokens."""
         self.law, self.tree, self.logits_NV, self.text = law, tree, logits_NV, text
-        self.num_left, self.eos_ids = length - len(text), eos_ids
+        self.num_left, self.eos_ids, self.ends_after = length - len(text), eos_ids, ends_after
         self.known: dict[int, Tensor] = {}
 
     def __getitem__(self, node: int, /) -> Tensor:
@@ -193,6 +208,7 @@ class NodeLaws:
                 self.known[node] = self.law.weights(self.logits_NV[node], [*self.text, *below_root])
             except NoTokenLeft:
                 is_behind_end = len(below_root) >= self.num_left or not self.eos_ids.isdisjoint(below_root)
+                is_behind_end = is_behind_end or (self.ends_after is not None and self.ends_after(below_root))
                 if not is_behind_end and not self._is_never_written(path):
                     raise
                 self.known[node] = torch.eye(1, self.logits_NV.shape[-1], device=self.logits_NV.device)[0]

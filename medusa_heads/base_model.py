@@ -160,6 +160,10 @@ def check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; draft heads need a decoder-only causal language model")
     text = config.get_text_config()
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise ValueError(
+            f"{name} cuts its local attention by places in the cache, not by positions: trees and batches would read other tokens"
+        )
     stateful = sorted({t for t in getattr(text, "layer_types", None) or () if t not in ("full_attention", "sliding_attention")})
     if stateful:
         raise ValueError(
@@ -403,7 +407,7 @@ def generate_plainly(
     on_token: Callable[[], None],
     generation_config: GenerationConfig | None = None,
 ) -> Tensor:
-    """transformers' own `generate`, for comparison: greedy with its defaults, or under a generation_config.
+    """transformers' own `generate`, for comparison: the most likely tokens and nothing else, or under a generation_config.
 
     input_ids [B, T], left-padded; on_token is called after every step.
     Returns prompt and answer [B, T + new tokens], ended rows filled with pad_id.
@@ -415,15 +419,21 @@ def generate_plainly(
 
     settings = {"do_sample": False} if generation_config is None else generation_config.to_diff_dict()
     settings.pop("transformers_version", None)
-    return model.generate(  # type: ignore[operator,return-value]
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        **settings,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(eos_ids) or None,
-        pad_token_id=pad_id,
-        stopping_criteria=[after_step],
-    )
+    own = model.generation_config
+    if generation_config is None:
+        model.generation_config = GenerationConfig()  # penalties or beams of its own would come in
+    try:
+        return model.generate(  # type: ignore[operator,return-value]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            **settings,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(eos_ids) or None,
+            pad_token_id=pad_id,
+            stopping_criteria=[after_step],
+        )
+    finally:
+        model.generation_config = own
 
 
 def additive_masks(model: PreTrainedModel, allowed_BTS: Tensor, query_positions_BT: Tensor, key_positions_BS: Tensor) -> AttentionMask:
@@ -499,7 +509,7 @@ def logits_processors(
     config._eos_token_tensor = torch.tensor(list(eos_ids), device=model.device) if eos_ids else None
     try:
         processors = model._get_logits_processor(config, input_ids_seq_length=prompt_length, device=model.device)  # type: ignore[operator]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"generation settings: {error}") from error
     return processors, bool(config.do_sample)
 

@@ -251,7 +251,7 @@ def save_heads(
     holds files but no checkpoint.
     """
     folder = Path(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not _is_checkpoint(folder):
         raise ValueError(f"{folder} holds files that are not a heads checkpoint: choose another output folder")
     with replacing_folder(folder) as work:
         state = {name: p.detach().to(dtype or p.dtype).cpu().contiguous().clone() for name, p in heads.named_parameters()}
@@ -265,6 +265,15 @@ def save_heads(
             (work / "trees").mkdir()
             (work / "trees" / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
     return folder
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Of heads: the folder of a model has a config.json too."""
+    try:
+        HeadsConfig.from_file(folder / "config.json")
+    except ValueError:
+        return False
+    return True
 
 
 def _command_text(command: list[str] | None) -> str:

@@ -37,6 +37,8 @@ class MakeCostTwin:
     def run(self) -> None:
         if self.output is None and self.heads_output is None:
             raise ValueError("nothing to write: give --output, --heads-output or both")
+        if self.output is not None and self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+            raise ValueError(f"--output {self.output} is not empty: choose another folder")
         device = pick_device(self.device)
         twin, tokenizer = load_twin(device=device)
         if self.output is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infer.candidates import Candidates, chain_candidates
+from infer.draft_laws import finite
 from infer.drafters import Drafter, DraftSampling
 from infer.kv_cache import KVCache
 from infer.tree_forward import forward_over_cache, prefill
@@ -23,8 +24,6 @@ from infer.verifiers import SampledShape
 from medusa_heads import base_model
 
 DRAFT_LENGTH = 4
-
-LARGE = 1e30  # of logits, in float32
 
 
 class DraftModelDrafter(Drafter):
@@ -119,7 +118,7 @@ class DraftModelDrafter(Drafter):
             else:
                 scores_BV = logits_BV.float() / self.temperature
                 # Where a small temperature makes logits overflow, they share the draft: what is proposed is free to choose.
-                laws.append(scores_BV.nan_to_num(nan=0.0, posinf=LARGE, neginf=-LARGE).clamp(-LARGE, LARGE).softmax(-1))
+                laws.append(finite(scores_BV).softmax(-1))
                 drafted.append(draw(laws[-1], uniform_CB[step]))
         return torch.stack(drafted, dim=1), torch.stack(laws, dim=1) if laws else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -343,3 +344,14 @@ def test_near_types_are_understood_and_others_named() -> None:
             generator.generate(prompts_, **options)
     with pytest.raises(ValueError, match="a beam tree of -1 nodes"):
         BeamTree(-1)
+
+
+def test_generate_for_comparison_takes_the_most_likely_tokens_and_nothing_else() -> None:
+    """As plain decoding does, whatever the model's own settings say."""
+    model = copy.deepcopy(tiny_model("llama"))
+    own = model.generation_config = GenerationConfig(repetition_penalty=1.7, no_repeat_ngram_size=2, num_beams=2)
+    ids = torch.tensor([[5, 9, 31, 7]])
+    expected = Generator(model).generate(ids.tolist(), max_new_tokens=20, eos_ids=())[0].token_ids
+    options: dict[str, Any] = {"max_new_tokens": 20, "eos_ids": (), "pad_id": 0, "on_token": lambda: None}
+    assert base_model.generate_plainly(model, ids, torch.ones_like(ids), **options)[0, 4:].tolist() == expected
+    assert model.generation_config is own

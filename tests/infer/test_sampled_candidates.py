@@ -115,6 +115,16 @@ def test_a_law_of_one_sure_token_still_has_enough_to_draw() -> None:
     assert (laws_of(found).row(0, vocab_size=6)[0] > 0).all()
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_laws_of_logits_that_are_no_numbers_are_laws(value: float) -> None:
+    """One that is not would accept whatever was drafted."""
+    some, every = logits(4), torch.full_like(logits(4), value)
+    some[:, :, :3] = value
+    for broken in (some, every):
+        laws = laws_of(draw(broken, BUSHY)).laws_BMW
+        assert laws.isfinite().all() and torch.allclose(laws.sum(-1), torch.ones(laws.shape[:-1]))
+
+
 def test_no_nodes_are_plain_decoding() -> None:
     assert draw(logits(2), chain(0)).num_nodes == 0
 

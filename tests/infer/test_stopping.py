@@ -171,6 +171,15 @@ def test_wrong_stop_strings_are_refused() -> None:
         row(stop=("x", ""))
 
 
+def test_a_special_token_as_stop_string_ends_the_row_there() -> None:
+    """The text shows none, but the row ends where it comes."""
+    found = row(stop=("<|im_start|>", "x"))
+    found.extend([*TOKENIZER.encode("sac"), 1, *TOKENIZER.encode("here")])
+    assert (found.text, found.token_ids[-1], found.finish_reason) == ("sac", 1, "stop")
+    with pytest.raises(ValueError, match=r"'<\|im_end\|> x' holds the special token <\|im_end\|>, which the text leaves out: stop at"):
+        row(stop=("<|im_end|> x",))
+
+
 @pytest.mark.parametrize("stop", [("c", "sac"), ("sac", "c")])
 def test_of_stop_strings_that_end_together_the_earliest_start_cuts(stop: tuple[str, ...]) -> None:
     row = RowOutput(max_new_tokens=50, eos_ids=(), stop=stop, tokenizer=tiny_tokenizer())

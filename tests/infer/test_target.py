@@ -19,7 +19,7 @@ from infer.tree_spec import BeamTree
 from medusa_heads import base_model
 from tests.infer.scripted_drafter import ScriptedDrafter
 from tests.random_heads import random_heads
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12, 5], [30, 31, 32, 33, 34, 35, 36, 30, 31]]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -236,6 +236,20 @@ def test_no_law_is_asked_for_behind_the_end_of_an_answer(verifier: Any) -> None:
         assert plain[0].token_ids == found
     with pytest.raises(ValueError, match="leave no token"):
         generator.generate([[2, 0, 3, 1]], max_new_tokens=9, eos_ids=(), **options)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_law_is_asked_for_behind_a_stop_string(sampled: bool) -> None:
+    """Of six tokens none may come twice; the answer stops with the sixth, which all drafts hold."""
+    model, tokenizer, allowed = tiny_model("llama"), tiny_tokenizer(), set(range(70, 76))
+    suppressed = [token for token in range(base_model.vocab_size(model)) if token not in allowed]
+    settings = GenerationConfig(do_sample=sampled, no_repeat_ngram_size=1, suppress_tokens=suppressed, top_k=0)
+    options: dict[str, Any] = {"generation_config": settings, "eos_ids": (), "seed": 3}
+    six = Generator(model).generate([[5, 6, 7]], max_new_tokens=6, **options)[0].token_ids
+    drafter = ScriptedDrafter([[5, 6, 7, *six, 80, 80, 80, 80, 80]], depth=5, width=1)
+    options |= {"max_new_tokens": 40, "stop": [tokenizer.decode(six[-1:])]}
+    found = Generator(model, drafter, tokenizer=tokenizer).generate([[5, 6, 7]], **options)
+    assert (found[0].token_ids, found[0].finish_reason) == (six, "stop") and set(six) == allowed
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-44])

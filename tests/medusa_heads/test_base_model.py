@@ -93,6 +93,7 @@ def test_a_cached_forward_continues_the_text() -> None:
     ("model_type", "options", "message"),
     [
         ("t5", {}, "t5 is an encoder-decoder"),
+        ("gpt_neo", {}, "gpt_neo cuts its local attention by places in the cache"),
         ("qwen3_next", {"num_hidden_layers": 4}, "layers of type linear_attention: their state cannot branch"),
         ("llama", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}, "layers of type linear_attention"),
     ],

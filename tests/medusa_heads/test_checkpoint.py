@@ -209,6 +209,9 @@ def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
             save_heads(heads, output, card="")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("mine")
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="not a heads checkpoint"):
+        save_heads(heads, tmp_path / "base", card="")
     with pytest.raises(ValueError, match="not a heads checkpoint"):
         save_heads(heads, tmp_path / "work", card="")
     assert (tmp_path / "file").read_text() == (tmp_path / "work" / "thesis.txt").read_text() == "mine"
