@@ -37,8 +37,8 @@ class Target(Protocol):
 
     draft_sampling: DraftSampling | None
 
-    def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
-        """The tokens [B] after the prompts."""
+    def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]], running: Sequence[bool] | None = None) -> Tensor:
+        """The tokens [B] after the texts; any where a row is not `running`, as all are by default."""
         ...
 
     def verify(self, logits_BNV: Tensor, candidates: Candidates, texts: Sequence[Sequence[int]], running: Sequence[bool]) -> Verification:
@@ -52,7 +52,7 @@ class GreedyTarget:
 
     draft_sampling: DraftSampling | None = None
 
-    def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
+    def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]], running: Sequence[bool] | None = None) -> Tensor:
         return logits_BV.argmax(-1)
 
     def verify(self, logits_BNV: Tensor, candidates: Candidates, texts: Sequence[Sequence[int]], running: Sequence[bool]) -> Verification:
@@ -103,8 +103,9 @@ class ProcessedTarget:
         if needs_drawn_drafts(self.verifier):
             self.draft_sampling = DraftSampling(first.temperature, tuple(row_seed(seed, f"draft/{row}") for row in range(len(self.rows))))
 
-    def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
-        tokens = [law.choose(logits_V, text) for law, logits_V, text in zip(self.rows, logits_BV, texts, strict=True)]
+    def first(self, logits_BV: Tensor, texts: Sequence[Sequence[int]], running: Sequence[bool] | None = None) -> Tensor:
+        chosen = zip(self.rows, logits_BV, texts, running or [True] * len(texts), strict=True)
+        tokens = [law.choose(logits_V, text) if runs else 0 for law, logits_V, text, runs in chosen]
         return torch.tensor(tokens, device=logits_BV.device)
 
     def verify(self, logits_BNV: Tensor, candidates: Candidates, texts: Sequence[Sequence[int]], running: Sequence[bool]) -> Verification:

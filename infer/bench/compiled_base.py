@@ -82,7 +82,8 @@ class CompiledBase:
             ended = [token in eos_ids for token in columns[0]]
             while len(columns) < max_new_tokens and not all(ended):
                 # A CUDA graph's output lives in memory that the next replay writes over: the choice comes before it.
-                tokens_B = target.first(self.compiled_step(self.model, tokens_B[:, None], buffers), texts)
+                running = [not done for done in ended]
+                tokens_B = target.first(self.compiled_step(self.model, tokens_B[:, None], buffers), texts, running)
                 buffers.slot.add_(1)
                 columns.append(extend(texts, tokens_B))
                 ended = [done or token in eos_ids for done, token in zip(ended, columns[-1], strict=True)]

@@ -10,10 +10,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, TopPLogitsWarper
 
 from infer import target
+from infer.drafters import NoDrafter
 from infer.drafters.heads import HeadsDrafter
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.generate import Generator
-from infer.target import NUM_TOP, RowLaw, top_p_cut
+from infer.target import NUM_TOP, ProcessedTarget, RowLaw, top_p_cut
 from infer.tree import Tree, build_tree, chain
 from infer.tree_spec import BeamTree
 from medusa_heads import base_model
@@ -213,6 +214,23 @@ def test_settings_that_leave_no_token_are_an_error() -> None:
     model = tiny_model("llama")
     with pytest.raises(ValueError, match="leave no token"):
         answers(Generator(model), suppress_tokens=list(range(base_model.vocab_size(model))))
+
+
+def test_rows_that_have_ended_are_not_asked_what_comes_next() -> None:
+    """Settings may have left them no token."""
+    model, prompts = tiny_model("llama", vocab_size=12), [[2, 0, 3, 1], [*range(12)]]
+    target = ProcessedTarget(
+        model,
+        GenerationConfig(do_sample=True, no_repeat_ngram_size=1, top_k=0),
+        prompts,
+        max_new_tokens=[8, 8],
+        eos_ids=(),
+        seed=0,
+        drafter=NoDrafter(),
+    )
+    assert int(target.first(torch.zeros(2, 12), prompts, [True, False])[0]) not in prompts[0]
+    with pytest.raises(ValueError, match="leave no token"):
+        target.first(torch.zeros(2, 12), prompts)
 
 
 WIDE = build_tree([*([rank] for rank in range(10)), *([rank, 0] for rank in range(10)), [0, 0, 0], [1, 0, 1]])
