@@ -201,7 +201,9 @@ class Generator:
                 return
             cache.let_go(running)
             with timer.stage("draft"):
-                candidates = self._propose(root_B, hidden_BD, texts, cache)
+                proposed = self.drafter.propose(root_B, hidden_BD, texts)
+                fits = max(cache.held_lengths) + proposed.max_depth < self.max_length  # not in the last positions of the context
+                candidates = proposed if fits else Candidates.root_only(root_B)
             logits_BNV, hidden_BND = tree_forward(self.model, candidates, cache, timer=timer)
             with timer.stage("verify"):
                 accepted = target.verify(logits_BNV, candidates, texts, running)
@@ -209,7 +211,8 @@ class Generator:
             with timer.stage("compact"):
                 cache.keep(accepted.path_BP, [length + 1 if runs else 0 for length, runs in zip(lengths, running, strict=True)])
             with timer.stage("other"):
-                self.drafter.observe(lengths, running)
+                if fits:
+                    self.drafter.observe(lengths, running)
                 for stat, length, runs in zip(stats, lengths, running, strict=True):
                     if runs:
                         stat.record(candidates.num_nodes, length)
@@ -288,12 +291,6 @@ class Generator:
     def _new_cache(self, texts: list[list[int]], max_new_tokens: int) -> KVCache:
         room = max(map(len, texts)) + max_new_tokens + self.drafter.max_nodes + 1
         return KVCache(self.layer_shapes, len(texts), room, dtype=self.model.dtype, device=self.model.device)
-
-    def _propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]], cache: KVCache) -> Candidates:
-        candidates = self.drafter.propose(root_B, hidden_BD, texts)
-        if max(cache.held_lengths) + candidates.max_depth >= self.max_length:  # the last positions of the context
-            return Candidates.root_only(root_B)
-        return candidates
 
 
 def emitted_tokens(candidates: Candidates, accepted: Verification, lengths: Sequence[int], running: Sequence[bool]) -> list[list[int]]:

@@ -75,7 +75,8 @@ class Drafter(Protocol):
 
     def observe(self, lengths: list[int], running: list[bool]) -> None:
         """What became of the last proposal: drafted tokens accepted in each row, and which rows were still
-        being decoded (the others' lengths mean nothing)."""
+        being decoded (the others' lengths mean nothing). Not called where the proposal was not verified, since it
+        passed the end of the context."""
         return None
 
 

@@ -124,6 +124,16 @@ def test_proposing_nothing_is_no_evidence() -> None:
     assert drafter.accepted == drafter.expected and not drafter.pause
 
 
+def test_drafts_that_no_longer_fit_the_context_are_no_evidence() -> None:
+    """An oracle of 4 tokens where 4 are expected: all that is verified is accepted, up to the end of a context of 64 tokens."""
+    model, texts = tiny_model("gpt2"), prompts((40,))
+    whole = [text + answer for text, answer in zip(texts, answers_of(model, texts, 64 - 40), strict=True)]
+    drafter = AdaptiveDrafter(ScriptedDrafter(whole), lengths={12: 5.0}, seconds={1: {0: 1.0, 12: 2.0}})
+    answer = Generator(model, drafter).generate(texts, max_new_tokens=64, eos_ids=())[0]
+    assert answer.runs == [1, 5, 5, 5, 5, 1, 1, 1] and answer.stats.num_drafted_tokens == 4 * 12
+    assert drafter.accepted == pytest.approx(drafter.expected)
+
+
 def test_rows_share_the_budget_of_the_batch() -> None:
     """One row: 4 nodes pay. Eight rows: none. Between them times are interpolated; as rows end, drafting begins."""
     curves = {1: SECONDS, 8: {0: 2.0, 1: 4.0, 4: 8.0}}
