@@ -28,6 +28,7 @@ class Candidates:
 
     draft_laws: None where the tokens were chosen (the likeliest, a copy of earlier text); where they were
     drawn, what they were drawn from. Siblings then stand in the order in which they were drawn.
+    num_real: nodes of each row besides the root and the fillers, which come last; None where there are no fillers.
     """
 
     tokens_BN: Tensor
@@ -36,11 +37,17 @@ class Candidates:
     ancestors_BNN: Tensor
     max_depth: int
     draft_laws: DraftLaws | None = None
+    num_real: tuple[int, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
         """Nodes besides the root."""
         return self.tokens_BN.shape[1] - 1
+
+    @property
+    def num_drafted(self) -> tuple[int, ...]:
+        """What each row proposes: its nodes besides the root and the fillers."""
+        return self.num_real if self.num_real is not None else (self.num_nodes,) * len(self.tokens_BN)
 
     @staticmethod
     def root_only(root_B: Tensor) -> Candidates:
@@ -169,6 +176,7 @@ def tree_candidates(root_B: Tensor, trees: Sequence[Sequence[tuple[int, int]]]) 
         torch.tensor(depths, device=device),
         torch.tensor(ancestors, device=device),
         max(map(max, depths)),
+        num_real=tuple(map(len, trees)),
     )
 
 
@@ -187,9 +195,11 @@ def _best_first(log_q: Sequence[Sequence[float]]) -> list[tuple[int, int, int]]:
     return nodes
 
 
-def chain_candidates(root_B: Tensor, drafted_BC: Tensor, *, laws_BCV: Tensor | None = None) -> Candidates:
+def chain_candidates(
+    root_B: Tensor, drafted_BC: Tensor, *, laws_BCV: Tensor | None = None, num_drafted: tuple[int, ...] | None = None
+) -> Candidates:
     """A chain of drafted tokens [B, C] below each root. laws_BCV: probabilities that each was drawn from, None
-    where they were chosen."""
+    where they were chosen. num_drafted: how many are no fillers, None: all of them."""
     length = drafted_BC.shape[1]
     steps = torch.arange(length + 1, device=root_B.device)
     return Candidates(
@@ -199,4 +209,5 @@ def chain_candidates(root_B: Tensor, drafted_BC: Tensor, *, laws_BCV: Tensor | N
         torch.ones(length + 1, length + 1, dtype=torch.bool, device=root_B.device).tril()[None],
         length,
         None if laws_BCV is None else DraftLaws(laws_BCV, law_of_node=tuple(range(length + 1))),
+        num_drafted,
     )

@@ -213,9 +213,9 @@ class Generator:
             with timer.stage("other"):
                 if fits:
                     self.drafter.observe(lengths, running)
-                for stat, length, runs in zip(stats, lengths, running, strict=True):
+                for stat, drafted, length, runs in zip(stats, candidates.num_drafted, lengths, running, strict=True):
                     if runs:
-                        stat.record(candidates.num_nodes, length)
+                        stat.record(max(drafted, length), length)  # a filler may come true
                 emitted = emitted_tokens(candidates, accepted, lengths, running)
                 last_B = accepted.path_BP.gather(1, accepted.length_B[:, None])[:, 0]
                 hidden_BD = hidden_BND[torch.arange(len(rows), device=last_B.device), last_B]

@@ -55,7 +55,8 @@ class AdaptiveDrafter(Drafter):
         self.seconds = {rows: dict(seconds[rows]) for rows in sorted(seconds)}
         self.accepted = self.expected = PRIOR
         self.pause, self.next_pause, self.trial = 0, FIRST_PAUSE, 0
-        self.num_rows, self.drafted = 1, 0  # running rows; nodes a row of the last proposal
+        self.num_rows = 1  # running rows
+        self.drafted: tuple[int, ...] = ()  # what each row of the last proposal drafted
 
     @property
     def draws_by_default(self) -> bool:
@@ -85,19 +86,23 @@ class AdaptiveDrafter(Drafter):
             candidates = self.drafter.propose(root_B, hidden_BD, texts)
         else:
             candidates = Candidates.root_only(root_B)
-        self.drafted = candidates.num_nodes
+        self.drafted = candidates.num_drafted
         return candidates
 
     def observe(self, lengths: list[int], running: list[bool]) -> None:
         self.num_rows = sum(running)
-        if not self.drafted:
+        if not any(self.drafted):
             return
         self.drafter.observe(lengths, running)
         self.trial = max(0, self.trial - 1)
-        kept = (1 - 1 / MEMORY) ** self.num_rows
-        self.accepted = kept * self.accepted + sum(length for length, runs in zip(lengths, running, strict=True) if runs)
-        gain = self.gains[max(size for size in self.gains if size <= self.drafted)]  # a drafter may have less to propose
-        self.expected = max(kept * self.expected + self.num_rows * gain, LEAST_EXPECTED)
+        rows = [(size, length) for size, length, runs in zip(self.drafted, lengths, running, strict=True) if runs and size]
+        kept = (1 - 1 / MEMORY) ** len(rows)
+        self.accepted = kept * self.accepted + sum(length for _, length in rows)
+        self.expected = max(kept * self.expected + sum(self._gain(size) for size, _ in rows), LEAST_EXPECTED)
+
+    def _gain(self, num_drafted: int) -> float:
+        """Tokens expected to be accepted of so many; a drafter may have less to propose than any size that was measured."""
+        return self.gains[max(size for size in self.gains if size <= num_drafted)]
 
     def _next_size(self) -> int:
         if self.pause:

@@ -48,7 +48,7 @@ class PromptLookupDrafter(Drafter):
         if not longest:
             return Candidates.root_only(root_B)
         padded = [draft + [FILLER] * (longest - len(draft)) for draft in drafts]
-        return chain_candidates(root_B, torch.tensor(padded, device=root_B.device))
+        return chain_candidates(root_B, torch.tensor(padded, device=root_B.device), num_drafted=tuple(map(len, drafts)))
 
 
 class _NgramTable:

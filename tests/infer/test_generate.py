@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import infer.generate
-from infer.candidates import Candidates
+from infer.candidates import Candidates, chain_candidates
 from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
@@ -107,6 +107,31 @@ def test_drafts_of_any_quality_give_the_base_models_tokens(family: str, right: f
             assert generation.runs == [1, 5, 5, 5, 5, 3] and generation.stats.accepted_at_depth == [5, 5, 5, 5]
         elif right == 0.0:
             assert generation.runs == [1] * NEW and generation.stats.mean_acceptance_length == 1.0
+
+
+@pytest.mark.parametrize("filler", [0, 1])
+def test_fillers_count_as_drafted_only_where_they_come_true(filler: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row drafts true tokens, the second nothing; its filler is the next token at the first step, and then no more."""
+    model, texts = tiny_model("llama"), prompts((9, 9))
+    answers = answers_of(model, texts, 10)
+    fillers = [answers[1][1], VOCAB_SIZE - 1] if filler else [VOCAB_SIZE - 1] * 2
+    assert answers[1][2] != fillers[0]
+
+    class OneRow(Drafter):
+        name, max_nodes = "one_row", 2
+
+        def start(self, prompts: list[list[int]]) -> None:
+            pass
+
+        def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
+            done = len(texts[0]) - 9
+            drafted_BC = torch.tensor([(answers[0] + [0, 0])[done : done + 2], fillers if done == 1 else [VOCAB_SIZE - 1] * 2])
+            return chain_candidates(root_B, drafted_BC, num_drafted=(2, 0))
+
+    found = Generator(model, OneRow()).generate(texts, max_new_tokens=7, eos_ids=())
+    assert [g.token_ids for g in found] == [answer[:7] for answer in answers]
+    assert found[0].stats.num_drafted_tokens == found[0].stats.num_accepted_tokens == 4
+    assert found[1].stats.num_drafted_tokens == found[1].stats.num_accepted_tokens == filler
 
 
 class WatchedHidden(ScriptedDrafter):

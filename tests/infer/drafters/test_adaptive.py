@@ -124,6 +124,20 @@ def test_proposing_nothing_is_no_evidence() -> None:
     assert drafter.accepted == drafter.expected and not drafter.pause
 
 
+class FirstRow(Chain):
+    def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
+        drafted_BC = torch.zeros(len(root_B), self.size, dtype=torch.long)
+        return chain_candidates(root_B, drafted_BC, num_drafted=(self.size, *[0] * (len(root_B) - 1)))
+
+
+def test_rows_that_propose_nothing_beside_others_are_no_evidence() -> None:
+    alone, beside = (AdaptiveDrafter(FirstRow(), lengths=LENGTHS, seconds={1: SECONDS}) for _ in range(2))
+    for drafter, rows in ((alone, 1), (beside, 3)):
+        drafter.propose(torch.zeros(rows, dtype=torch.long), torch.zeros(rows, 1), [])
+        drafter.observe([2] + [0] * (rows - 1), [True] * rows)
+    assert (alone.accepted, alone.expected) == (beside.accepted, beside.expected)
+
+
 def test_drafts_that_no_longer_fit_the_context_are_no_evidence() -> None:
     """An oracle of 4 tokens where 4 are expected: all that is verified is accepted, up to the end of a context of 64 tokens."""
     model, texts = tiny_model("gpt2"), prompts((40,))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.candidates import FILLER
+from infer.candidates import FILLER, Candidates
 from infer.drafters.prompt_lookup import PromptLookupDrafter
 from infer.generate import Generator
 from tests.tiny_models import tiny_model
@@ -17,12 +17,17 @@ def draft(text: list[int], num_draft_tokens: int = 10, max_ngram: int = 3) -> li
 
 
 def drafts(texts: list[list[int]], num_draft_tokens: int = 10, max_ngram: int = 3) -> list[list[int]]:
+    candidates = propose(texts, num_draft_tokens, max_ngram)
+    return candidates.tokens_BN[:, 1:].tolist()
+
+
+def propose(texts: list[list[int]], num_draft_tokens: int = 10, max_ngram: int = 3) -> Candidates:
     drafter = PromptLookupDrafter(num_draft_tokens, max_ngram)
     drafter.start([text[:1] for text in texts])
     roots = torch.tensor([text[-1] for text in texts])
     candidates = drafter.propose(roots, torch.zeros(len(texts), 4), texts)
     assert candidates.tokens_BN[:, 0].tolist() == roots.tolist()
-    return candidates.tokens_BN[:, 1:].tolist()
+    return candidates
 
 
 def reference(text: list[int], num_draft_tokens: int, max_ngram: int) -> list[int]:
@@ -48,7 +53,10 @@ def test_nothing_found_drafts_nothing() -> None:
 
 
 def test_ragged_rows_are_filled() -> None:
-    assert drafts([[1, 8, 8, 8, 1], [1, 2, 1], [3, 4, 5]], num_draft_tokens=3) == [[8, 8, 8], [2, 1, FILLER], [FILLER] * 3]
+    texts = [[1, 8, 8, 8, 1], [1, 2, 1], [3, 4, 5]]
+    assert drafts(texts, num_draft_tokens=3) == [[8, 8, 8], [2, 1, FILLER], [FILLER] * 3]
+    assert propose(texts, num_draft_tokens=3).num_drafted == (3, 2, 0)
+    assert propose(texts[:1] * 2, num_draft_tokens=3).num_drafted == (3, 3)
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 4), st.integers(1, 30))

@@ -84,6 +84,7 @@ def test_ragged_rows_are_filled_below_a_leaf() -> None:
     assert rows[0] == [(7,), (8,), (7, 1), (8, 9)]
     assert rows[1] == [(2,), (2, FILLER), (2, FILLER, FILLER), (2, FILLER, FILLER, FILLER)]
     assert rows[2] == [(FILLER,) * depth for depth in range(1, 5)]
+    assert drafter.propose(torch.tensor([1, 2, 5]), torch.zeros(3, 4), [[1, 8, 9, 1, 7, 1], [2, 2], [3, 4, 5]]).num_drafted == (4, 1, 0)
 
 
 @given(SMALL_TEXTS, st.integers(1, 6), st.integers(1, 3), st.integers(0, 4), st.integers(1, 4))
