@@ -119,7 +119,7 @@ class TuneTree:
             "summary": summary,
             "curve": curve,
             **facts,
-            "settings": {**facts["settings"], "contexts": contexts, "num_positions": measured.num_positions},
+            "settings": {**facts["settings"], **self._command(), "contexts": contexts, "num_positions": measured.num_positions},
             "commit": commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -127,6 +127,10 @@ class TuneTree:
         pieces.remove()
         self._report(document)
         print(f"stored in {stored / TUNED_FILE}: decode with --heads {stored} --tree tuned")
+
+    def _command(self) -> dict[str, Any]:
+        """Options that the facts hold in another form: with them the same can be measured again elsewhere."""
+        return {"base_quantization": self.base_quantization, "prompts": str(self.prompts), "limit": self.limit}
 
     def _report(self, document: dict[str, Any]) -> None:
         print_tuning(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ def tuned_engine(document: Mapping[str, Any], copies: Sequence[PreTrainedModel],
     if different := [f"{name} {stored.get(name)}, here {value}" for name, value in found.items() if stored.get(name) != value]:
         print(
             f"warning: --tree tuned was measured with {'; '.join(different)}. Another tree may be faster: give --tree auto, "
-            f"or measure again with `{tune_command(document, heads, batch_size)}`",
+            f"or measure again with `{tune_command(document, model, heads=heads, batch_size=batch_size)}`",
             file=sys.stderr,
         )
     return engines.get(wanted)
@@ -47,8 +48,19 @@ def conditions(machine: Mapping[str, Any], dtype: str | None, batch_size: int | 
     return {**place, "dtype": dtype, "batch size": batch_size}
 
 
-def tune_command(document: Mapping[str, Any], heads: Path, batch_size: int) -> str:
-    base = document.get("settings", {}).get("base", "BASE")
-    prompts = document.get("prompts", {}).get("file", "PROMPTS")
-    size = [] if batch_size == 1 else ["--batch-size", str(batch_size)]
-    return shlex.join(["medusa-heads", "tree", "--base", base, "--heads", str(heads), "--prompts", prompts, *size])
+def tune_command(document: Mapping[str, Any], model: PreTrainedModel, *, heads: Path, batch_size: int) -> str:
+    """`medusa-heads tree` with the prompts and the base of the stored tree, under the conditions of this run."""
+    settings = document.get("settings", {})
+    options = {
+        "base": settings.get("base", "BASE"),
+        "base-quantization": settings.get("base_quantization"),
+        "heads": heads,
+        "prompts": settings.get("prompts") or document.get("prompts", {}).get("file", "PROMPTS"),
+        "limit": settings.get("limit"),
+        "max-new-tokens": settings.get("max_new_tokens"),
+        "batch-size": batch_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device,
+    }
+    given = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
+    return shlex.join(["medusa-heads", "tree", *itertools.chain(*given)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from infer.loading import load_with_tree
 from infer.tree_spec import TUNED_FILE, BeamTree
 from infer.tune import auto_tree
 from infer.tune.auto_tree import TreeChoice
+from infer.tune.tune_tree import TuneTree
 from infer.verifiers import BestVerifier, VerifierChoice
 from medusa_heads.checkpoint import save_heads
 from tests.infer.test_generate import answers_of, prompts
 from tests.random_heads import random_heads
 from tests.tiny_models import tiny_model
+from train.command_line import parse_command
 
 MODEL = tiny_model("llama")
 
@@ -172,7 +175,10 @@ def test_a_tree_tuned_elsewhere_is_used_with_a_warning(
     assert load_with_tree(heads, [MODEL], "tuned").tree == BeamTree(4)
     (warning,) = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: --tree tuned was ") and message in warning
-    assert f"`medusa-heads tree --base some/base --heads {heads} --prompts p.jsonl`" in warning
+    _, _, *options = shlex.split(warning.split("`")[1])
+    assert parse_command(TuneTree, options, prog="") == TuneTree(
+        base="some/base", heads=heads, prompts=Path("p.jsonl"), dtype="float32", device="cpu"
+    )
 
 
 def test_a_tuned_tree_runs_on_the_copy_it_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

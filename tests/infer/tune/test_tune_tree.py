@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,14 @@ from infer.tune import answer_acceptance, auto_tree, expected_acceptance, tune_t
 from infer.tune.answer_acceptance import measure_acceptance, text_hidden_states
 from infer.tune.expected_acceptance import Measured, held_out_static_lengths, measure_runs, split_runs, true_ranks
 from infer.tune.tune_report import draw_acceptance, draw_curves
-from infer.tune.tune_tree import best_row, summarize
+from infer.tune.tune_tree import TuneTree, best_row, summarize
+from infer.tune.tuned_check import tune_command
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, save_heads
 from medusa_heads.cli import main
 from tests.random_heads import random_heads
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from train.command_line import parse_command
 
 MODEL, TOKENIZER = tiny_model("llama"), tiny_tokenizer()
 QUESTIONS = ("hello", "the cat", "the dog ran", "what is the answer", "how are you", "the house", "in the morning", "to help")
@@ -206,6 +209,40 @@ def test_the_fastest_tree_is_stored_and_used(workspace: Path, fixed_times: Any, 
         assert main(["generate", *files, "--prompt", "hello", "--tree", tree_option]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != "\n"
+
+
+def test_the_command_that_a_warning_names_measures_what_is_missing(
+    workspace: Path, fixed_times: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another number type: the warning's command is run as it stands, and then there is nothing to warn of."""
+    fixed_times(lambda tree, context: 1.0 + tree.num_nodes)
+    assert tune(workspace, "--limit", "7") == 0
+    decode = ["generate", "--base", str(workspace / "base"), "--heads", str(workspace / "heads"), "--tree", "tuned", "--prompt", "hello"]
+    capsys.readouterr()
+    assert main([*decode, "--dtype", "bfloat16"]) == 0
+    (warning,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
+    program, *arguments = shlex.split(warning.split("`")[1])
+    assert program == "medusa-heads" and main(arguments) == 0
+    assert "already measured" not in capsys.readouterr().out
+    _, tuned = stored(workspace / "heads")
+    assert (tuned["settings"]["dtype"], tuned["settings"]["max_new_tokens"], tuned["prompts"]["num"]) == ("bfloat16", NEW_TOKENS, 7)
+    assert main([*decode, "--dtype", "bfloat16"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_the_command_names_what_the_base_was_loaded_with() -> None:
+    settings = {"base": "some/base", "base_quantization": "4bit", "prompts": "data/my own.jsonl", "max_new_tokens": 64, "limit": None}
+    command = tune_command({"settings": settings}, MODEL, heads=Path("my heads"), batch_size=8)
+    assert parse_command(TuneTree, shlex.split(command)[2:], prog="") == TuneTree(
+        base="some/base",
+        base_quantization="4bit",
+        heads="my heads",
+        prompts=Path("data/my own.jsonl"),
+        max_new_tokens=64,
+        batch_size=8,
+        dtype="float32",
+        device="cpu",
+    )
 
 
 def test_plain_decoding_is_chosen_where_no_tree_pays(workspace: Path, fixed_times: Any) -> None:
