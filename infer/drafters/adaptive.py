@@ -55,7 +55,7 @@ class AdaptiveDrafter(Drafter):
         self.seconds = {rows: dict(seconds[rows]) for rows in sorted(seconds)}
         self.accepted = self.expected = PRIOR
         self.pause, self.next_pause, self.trial = 0, FIRST_PAUSE, 0
-        self.num_rows = 1  # running rows
+        self.num_rows, self.asked = 1, False  # running rows; whether the drafter made the last proposal
         self.drafted: tuple[int, ...] = ()  # what each row of the last proposal drafted
 
     @property
@@ -81,7 +81,8 @@ class AdaptiveDrafter(Drafter):
 
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
         size = self._next_size()
-        if size:
+        self.asked = size > 0
+        if self.asked:
             self.drafter.resize(size)
             candidates = self.drafter.propose(root_B, hidden_BD, texts)
         else:
@@ -91,9 +92,10 @@ class AdaptiveDrafter(Drafter):
 
     def observe(self, lengths: list[int], running: list[bool]) -> None:
         self.num_rows = sum(running)
+        if self.asked:
+            self.drafter.observe(lengths, running)
         if not any(self.drafted):
             return
-        self.drafter.observe(lengths, running)
         self.trial = max(0, self.trial - 1)
         rows = [(size, length) for size, length, runs in zip(self.drafted, lengths, running, strict=True) if runs and size]
         kept = (1 - 1 / MEMORY) ** len(rows)

@@ -52,6 +52,7 @@ class DraftModelDrafter(Drafter):
         self.fed_from: list[int] = []  # the length of that text
         self.temperature = 1.0
         self.generators: list[torch.Generator] = []  # one per row where drafts are drawn, else none
+        self.running: list[bool] = []  # all rows, until some are known to have ended
 
     @property
     def max_nodes(self) -> int:
@@ -69,6 +70,7 @@ class DraftModelDrafter(Drafter):
         room = min(max(map(len, prompts)), self.max_length) + self.length + 1
         self.cache = KVCache(self.layer_shapes, len(prompts), room, dtype=self.model.dtype, device=self.model.device)
         self.fed, self.fed_from = [[] for _ in prompts], [0] * len(prompts)
+        self.running = [True] * len(prompts)
         self.generators = []
 
     def sample(self, sampling: DraftSampling) -> None:
@@ -78,6 +80,7 @@ class DraftModelDrafter(Drafter):
     @torch.inference_mode()
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
         assert self.cache is not None, "start comes first"
+        texts = [text if runs else text[:1] for text, runs in zip(texts, self.running, strict=True)]  # ended rows are in nobody's way
         kept = [self._num_valid(row, text) for row, text in enumerate(texts)]
         unread = [text[count:] for text, count in zip(texts, kept, strict=True)]
         chain_length = min(self.length, self.max_length - max(map(len, texts)))
@@ -87,6 +90,9 @@ class DraftModelDrafter(Drafter):
         drafted_BC, laws_BCV = self._draft(prefill(self.model, unread, self.cache), chain_length)
         self.fed, self.fed_from = drafted_BC[:, :-1].tolist(), [len(text) for text in texts]
         return chain_candidates(root_B, drafted_BC, laws_BCV=laws_BCV)
+
+    def observe(self, lengths: list[int], running: list[bool]) -> None:
+        self.running = running
 
     def _num_valid(self, row: int, text: list[int]) -> int:
         """How many of the row's cached tokens are text; never all of it, since its last token is read anew

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from infer.candidates import Candidates
-from infer.drafters import DraftSampling, draft_model
+from infer.drafters import Drafter, DraftSampling, draft_model
 from infer.drafters.adaptive import AdaptiveDrafter
 from infer.drafters.draft_model import DraftModelDrafter, draw, load_draft_model
 from infer.generate import Generation, Generator
@@ -47,6 +47,8 @@ class CheckedDrafter(DraftModelDrafter):
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
         candidates = super().propose(root_B, hidden_BD, texts)
         for row, (text, tokens) in enumerate(zip(texts, candidates.tokens_BN.tolist(), strict=True)):
+            if not self.running[row]:
+                continue
             for place, token in enumerate(tokens[1:]):
                 ids = torch.tensor([[*text, *tokens[1 : place + 1]]])
                 logits = self.model(input_ids=ids, use_cache=False).logits[0, -1]
@@ -180,6 +182,18 @@ def test_nothing_is_drafted_beyond_the_draft_models_context() -> None:
         found = Generator(model, CheckedDrafter(model, draft)).generate(rows, max_new_tokens=40, eos_ids=())
         assert tokens(found) == tokens(Generator(model).generate(rows, max_new_tokens=40, eos_ids=()))
         assert (found[0].stats.num_drafted_tokens > 0) == (len(rows) == 2)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_rows_that_have_ended_do_not_stop_the_others(adaptive: bool) -> None:
+    """The first row fills the context of 64 tokens and ends; the second drafts on, always right."""
+    model, prompts = tiny_model("gpt2"), [[(7 * i) % 290 + 5 for i in range(56)], [9, 10, 11]]
+    drafter: Drafter = CheckedDrafter(model, model, length=4)
+    if adaptive:
+        drafter = AdaptiveDrafter(drafter, lengths={4: 5.0}, seconds={1: {0: 1.0, 4: 1.5}})
+    found = Generator(model, drafter).generate(prompts, max_new_tokens=50, eos_ids=())
+    assert tokens(found) == tokens(Generator(model).generate(prompts, max_new_tokens=50, eos_ids=()))
+    assert len(found[0].token_ids) == 8 and found[1].runs[-8:-1] == [5] * 7
 
 
 @pytest.mark.parametrize(("verifier", "pause"), [("auto", 0), ("token-rejection", 0), ("auto", 1)])

@@ -29,7 +29,9 @@ class CheckedDrafter(EarlyExitDrafter):
 
     def propose(self, root_B: Tensor, hidden_BD: Tensor, texts: list[list[int]]) -> Candidates:
         candidates = super().propose(root_B, hidden_BD, texts)
-        for text, tokens in zip(texts, candidates.tokens_BN.tolist(), strict=True):
+        for text, tokens, runs in zip(texts, candidates.tokens_BN.tolist(), self.running, strict=True):
+            if not runs:
+                continue
             assert tokens[1:] == naive_chain(self.reference, text, candidates.num_nodes)
             self.num_checked += 1
         return candidates
