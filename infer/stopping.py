@@ -47,7 +47,8 @@ class IncrementalDetokenizer:
 
 def _special_stop_tokens(stop: Sequence[str], tokenizer: Any) -> list[int]:
     """Of stop strings that are special tokens, which no text shows. Raises ValueError for one that is so in part."""
-    special = {token: tokenizer.convert_tokens_to_ids(token) for token in getattr(tokenizer, "all_special_tokens", ())}
+    names = getattr(tokenizer, "all_special_tokens", ()) if stop else ()
+    special = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     for string in stop:
         if string not in special and (inside := next((token for token in special if token and token in string), None)):
             raise ValueError(
