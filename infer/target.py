@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -75,8 +75,8 @@ class ProcessedTarget:
         verifier: VerifierChoice = "auto",
         answers: Sequence[RowOutput] = (),
     ) -> None:
-        """answers: as they grow, which tells where stop strings end them. Raises ValueError naming a setting that tree decoding cannot
-        honour, or why `verifier` cannot run with these settings and this drafter."""
+        """answers: as they grow, which tells where they end; `verify` needs them. Raises ValueError naming a setting that tree
+        decoding cannot honour, or why `verifier` cannot run with these settings and this drafter."""
 
         @functools.cache
         def processors(prompt_length: int, limit: int) -> tuple[LogitsProcessorList, bool]:
@@ -88,8 +88,7 @@ class ProcessedTarget:
         for row, (prompt, limit) in enumerate(zip(prompts, max_new_tokens, strict=True)):
             processing, sampled = processors(len(prompt), limit)
             self.rows.append(RowLaw(processing, seed=row_seed(seed, row) if sampled else None))
-        self.lengths = [len(prompt) + limit for prompt, limit in zip(prompts, max_new_tokens, strict=True)]  # of whole texts
-        self.eos_ids, self.answers = frozenset(eos_ids), answers
+        self.answers = answers
         first = self.rows[0]
         self.verifier = resolve_verifier(
             verifier,
@@ -117,9 +116,7 @@ class ProcessedTarget:
             path, token = [0], tokens[row][0]
             if running[row]:
                 tree = DraftTree(tuple(tokens[row]), tuple(parents[row]))
-                ends_after = self.answers[row].ends_after if self.answers else None
-                length = self.lengths[row]
-                p = NodeLaws(law, tree, logits_BNV[row], texts[row], length=length, eos_ids=self.eos_ids, ends_after=ends_after)
+                p = NodeLaws(law, tree, logits_BNV[row], texts[row], ends_after=self.answers[row].ends_after)
                 q: Laws = drawn.row(row, vocab_size=logits_BNV.shape[-1]) if drawn is not None else []
                 path, token = verdict(self.verifier, tree, p, q, law.draws, replace=drawn is not None and drawn.replace)
             paths.append(path)
@@ -191,14 +188,11 @@ class NodeLaws:
         logits_NV: Tensor,
         text: Sequence[int],
         *,
-        length: int,
-        eos_ids: Set[int],
-        ends_after: Callable[[Sequence[int]], bool] | None = None,
+        ends_after: Callable[[Sequence[int]], bool],
     ) -> None:
-        """length: of text and answer together, at most; eos_ids: the tokens that end it; ends_after: whether anything else does
-        within further tokens."""
+        """ends_after: whether the answer is over within further tokens."""
         self.law, self.tree, self.logits_NV, self.text = law, tree, logits_NV, text
-        self.num_left, self.eos_ids, self.ends_after = length - len(text), eos_ids, ends_after
+        self.ends_after = ends_after
         self.known: dict[int, Tensor] = {}
 
     def __getitem__(self, node: int, /) -> Tensor:
@@ -208,9 +202,7 @@ class NodeLaws:
             try:
                 self.known[node] = self.law.weights(self.logits_NV[node], [*self.text, *below_root])
             except NoTokenLeft:
-                is_behind_end = len(below_root) >= self.num_left or not self.eos_ids.isdisjoint(below_root)
-                is_behind_end = is_behind_end or (self.ends_after is not None and self.ends_after(below_root))
-                if not is_behind_end and not self._is_never_written(path):
+                if not self.ends_after(below_root) and not self._is_never_written(path):
                     raise
                 self.known[node] = torch.eye(1, self.logits_NV.shape[-1], device=self.logits_NV.device)[0]
         return self.known[node]

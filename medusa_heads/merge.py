@@ -13,7 +13,7 @@ from medusa_heads.adapter import Adapter
 from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.quantization import quantization_of
-from medusa_heads.replacing import replacing_folder
+from medusa_heads.replacing import refuse_occupied, replacing_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,7 @@ class Merge:
     """Revision of the base model on the hub."""
 
     def run(self) -> None:
-        if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
-            raise ValueError(f"--output {self.output} is not empty: choose another folder")
+        refuse_occupied(self.output)
         model, tokenizer = merged_base(self.base, self.adapter, revision=self.revision)
         check_heads_beside(self.adapter, model)
         with replacing_folder(self.output) as work:

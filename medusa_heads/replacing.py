@@ -57,6 +57,12 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def refuse_occupied(folder: Path) -> None:
+    """Raises ValueError when something lies where --output is to be written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--output {folder} is not empty: choose another folder")
+
+
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Removes the scratch folders in `parent` whose process is dead."""
     for scratch in abandoned(parent, prefix):

@@ -18,7 +18,7 @@ from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, path_name, save_heads
 from medusa_heads.cost_twin import load_twin, widen_heads
 from medusa_heads.model_card import model_card
-from medusa_heads.replacing import replacing_folder
+from medusa_heads.replacing import refuse_occupied, replacing_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class MakeCostTwin:
     def run(self) -> None:
         if self.output is None and self.heads_output is None:
             raise ValueError("nothing to write: give --output, --heads-output or both")
-        if self.output is not None and self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
-            raise ValueError(f"--output {self.output} is not empty: choose another folder")
+        if self.output is not None:
+            refuse_occupied(self.output)
         device = pick_device(self.device)
         twin, tokenizer = load_twin(device=device)
         if self.output is not None:

@@ -119,9 +119,8 @@ def run(config: TrainConfig) -> Path:
         raise ValueError(
             f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(model)} tokens; lower it"
         )
-    for of_rows in (rows, validation_rows):
-        if of_rows is not None:
-            check_token_ids(of_rows, base_model.vocab_size(model))
+    check_token_ids(rows, base_model.vocab_size(model))
+    check_token_ids(validation_rows, base_model.vocab_size(model))
     vocabulary = None
     if config.init_heads:
         initial = load_heads(config.init_heads, model, dtype=torch.float32)
@@ -340,9 +339,9 @@ def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
     return rows.select(sorted(training)), rows.select(sorted(held_out))
 
 
-def check_token_ids(rows: Any, vocab_size: int) -> None:
-    """Raises ValueError naming the first row whose token ids, stored with it, are another model's."""
-    for batch in rows.select_columns(["id", "input_ids"]).with_format("numpy").iter(1000):
+def check_token_ids(rows: Any | None, vocab_size: int) -> None:
+    """Raises ValueError naming the first row, if any, whose token ids, stored with it, are another model's."""
+    for batch in () if rows is None else rows.select_columns(["id", "input_ids"]).with_format("numpy").iter(1000):
         for row_id, ids in zip(batch["id"], batch["input_ids"], strict=True):
             if len(ids) and ids.max() >= vocab_size:
                 raise ValueError(

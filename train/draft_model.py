@@ -72,9 +72,8 @@ def run(config: DraftModelConfig) -> Path:
         )
     if config.layers >= (depth := len(base_model.decoder_layers(base))):
         raise ValueError(f"layers: {config.layers} is no saving, the base model has {depth}; take fewer")
-    for part in (rows, validation_rows):
-        if part is not None:
-            check_token_ids(part, base_model.vocab_size(base))
+    check_token_ids(rows, base_model.vocab_size(base))
+    check_token_ids(validation_rows, base_model.vocab_size(base))
     distilled = DistilledModel(base, copy_first_layers(base, config.layers), train_embeddings=config.train_embeddings)
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=1)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")

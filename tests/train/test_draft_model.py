@@ -25,7 +25,7 @@ from medusa_heads.fingerprint import fingerprint
 from medusa_heads.first_layers import copy_first_layers, first_layers
 from tests.tiny_models import ARCHITECTURES, FAMILIES, tiny_model, tiny_tokenizer
 from tests.train.draft_model_runs import make_trainer, result
-from tests.train.test_process_faults import LOST
+from tests.train.test_process_faults import LOST, fail_with
 from tests.train.training_runs import rows
 from train import draft_model as program
 from train import draft_model_trainer as trainer_module
@@ -290,22 +290,15 @@ def test_token_ids_of_another_model_are_named(
     assert "conversation foreign holds token id 400, and the base has 300 tokens" in capsys.readouterr().err
 
 
-def run_raises(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(config: object) -> Path:
-        raise error
-
-    monkeypatch.setattr(program, "run", run)
-
-
 @pytest.mark.parametrize("error", LOST, ids=["NCCL", "store", "gloo"])
 def test_a_lost_process_is_one_line(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    run_raises(monkeypatch, error)
+    fail_with(monkeypatch, error, of=program)
     assert main(arguments(workspace, "out")) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "another process of this run has ended" in line and "goes on from the last checkpoint" in line
-    run_raises(monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    fail_with(monkeypatch, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), of=program)
     with pytest.raises(RuntimeError, match="mat1"):
         main(arguments(workspace, "out"))
 
@@ -313,7 +306,7 @@ def test_a_lost_process_is_one_line(
 def test_an_interrupted_run_says_how_it_goes_on(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_raises(monkeypatch, KeyboardInterrupt())
+    fail_with(monkeypatch, KeyboardInterrupt(), of=program)
     assert main(arguments(workspace, "out")) == 130
     assert capsys.readouterr().err == "\ninterrupted: the same command, without --overwrite, goes on from the last checkpoint\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ LOST = [
 ]
 
 
-def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, of: ModuleType = program) -> None:
+    """of: the program whose runs end so."""
+
     def run(config: object) -> Path:
         raise error
 
-    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(of, "run", run)
 
 
 @pytest.mark.parametrize("error", LOST, ids=["NCCL", "store", "gloo"])
