@@ -35,10 +35,10 @@ from infer.prompts import Prompt, encode_chat, file_sha256, load_prompts
 from medusa_heads import base_model
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.versions import commit, versions
-from train.__main__ import split_by_id
 from train.conversations import Conversation, read_conversations
 from train.tokenization import TokenizedRow, tokenize_conversation
 from train.tokenized_data import tokenize_dataset
+from train.training_data import split_by_id
 
 CHUNK = 256  # positions whose logits are met at once
 

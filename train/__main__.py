@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,19 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from filelock import FileLock
-
 from medusa_heads import base_model
 from medusa_heads.checkpoint import load_heads, save_heads
-from medusa_heads.embedded import cache_dir
 from medusa_heads.heads import create_heads
-from medusa_heads.lock import lock_output
 from medusa_heads.model_card import model_card
-from medusa_heads.replacing import remove_abandoned
 from train.config import TrainConfig, parse_config
 from train.draft_model_config import DraftModelConfig
+from train.output_folder import claim_output
+from train.training_data import check_token_ids, frequent_tokens, prepare_data
 
-MOVING = ".previous"  # becomes `previous` once all earlier files are in it
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -181,57 +175,6 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     return accelerator
 
 
-def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
-    """Refuses, before any work, to replace finished heads or to write where it cannot or where another run does.
-
-    Returns the lock that the first process holds on the folder while it runs.
-    """
-    if config.overwrite:
-        refuse_inputs_within(output, config)
-    elif (output / "config.json").exists():
-        raise ValueError(f"--output-dir {output} already holds finished heads: choose another folder, or pass --overwrite to replace them")
-    if os.environ.get("RANK", "0") != "0":
-        return None
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        probe = output / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-        lock = lock_output(output.resolve(), "--output-dir")
-        remove_abandoned(output / "checkpoints", ".step-")
-        if config.overwrite or (output / MOVING).exists():
-            set_aside(output)
-        return lock
-    except OSError as error:
-        raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
-
-
-def refuse_inputs_within(output: Path, config: TrainConfig) -> None:
-    """Raises ValueError when something that the run reads lies in the folder whose files --overwrite moves away."""
-    named = {"base": [config.base], "data": config.data, "validation": config.validation}
-    named |= {name: [getattr(config, name)] for name in ("validation_prompts", "init_heads", "hidden_states_dir")}
-    for name, paths in named.items():
-        for path in filter(None, paths):
-            if Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
-                raise ValueError(
-                    f"{name}: {path} lies in --output-dir {output}, whose files --overwrite moves away: move it, or choose another folder"
-                )
-
-
-def set_aside(output: Path) -> None:
-    """Moves earlier heads and checkpoints into `previous`, so that nothing of them mixes with the new ones and
-    a killed run resumes from its own checkpoints (without --overwrite). Killed itself, it is finished by the next start."""
-    moving, previous = output / MOVING, output / "previous"
-    earlier = [path for path in output.iterdir() if path not in (moving, previous)]
-    if not earlier and not moving.exists():
-        return
-    moving.mkdir(exist_ok=True)
-    for path in sorted(earlier, key=lambda p: p.name != "config.json"):  # config.json first: it marks the folder as whole
-        path.rename(moving / path.name)
-    shutil.rmtree(previous, ignore_errors=True)
-    moving.rename(previous)
-
-
 def tracker_config(config: TrainConfig | DraftModelConfig) -> dict[str, Any]:
     """The options as every tracker takes them: plain numbers and text."""
     return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.schedule_dict().items()}
@@ -287,82 +230,6 @@ def check_deepspeed(config: TrainConfig) -> None:
         zero.refuse("lora_rank: an adapter does not train")
     if pick_precision(config.base_dtype) == "float16":
         zero.refuse("base_dtype: float16, which needs losses to be scaled, does not train")
-
-
-def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
-    """Tokenised training rows, validation rows (or None) and the counts of the former.
-
-    Every process comes here; one prepares under a file lock, the others read its cache.
-    """
-    from datasets import concatenate_datasets
-
-    from train.tokenized_data import tokenize_dataset
-
-    cache = cache_dir() / "tokenized"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write the data cache {cache} ({error.strerror}): set MEDUSA_HEADS_CACHE to a folder that can be written"
-        ) from None
-    with FileLock(cache / "prepare.lock"):
-        tokenizer = base_model.load_tokenizer(config.base, revision=config.revision)
-        rows, counts = tokenize_dataset(
-            config.data,
-            tokenizer,
-            max_length=config.max_length,
-            limit=config.limit,
-            data_format=config.data_format,
-            cache_dir=cache,
-        )
-        validation = []
-        if config.validation:
-            validation.append(tokenize_dataset(config.validation, tokenizer, max_length=config.max_length, cache_dir=cache)[0])
-    if config.held_out:
-        rows, held_out = split_by_id(rows, config.held_out)
-        validation.append(held_out)
-    return rows, concatenate_datasets(validation) if validation else None, counts
-
-
-def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
-    """Rows -> (training rows, held-out rows): those whose id has the lowest SHA-256 are held out, so
-    that the choice depends on nothing but the ids. Several samples of one prompt (`id#0`, `id#1`) are never in both."""
-    if num_held_out >= len(rows):
-        raise ValueError(f"held_out: {num_held_out} of {len(rows)} conversations leaves none to train on: lower --held-out")
-    prompts = [re.sub(r"#\d+$", "", row_id) for row_id in rows["id"]]
-    hashes = [hashlib.sha256(prompt.encode()).hexdigest() for prompt in prompts]
-    order = sorted(range(len(rows)), key=hashes.__getitem__)
-    held_out, last = order[:num_held_out], hashes[order[num_held_out - 1]] if num_held_out else ""
-    training = [index for index in order[num_held_out:] if hashes[index] != last]
-    if not training:
-        raise ValueError(f"held_out: {num_held_out} conversations leave none of another prompt to train on: lower --held-out")
-    return rows.select(sorted(training)), rows.select(sorted(held_out))
-
-
-def check_token_ids(rows: Any | None, vocab_size: int) -> None:
-    """Raises ValueError naming the first row, if any, whose token ids, stored with it, are another model's."""
-    for batch in () if rows is None else rows.select_columns(["id", "input_ids"]).with_format("numpy").iter(1000):
-        for row_id, ids in zip(batch["id"], batch["input_ids"], strict=True):
-            if len(ids) and ids.max() >= vocab_size:
-                raise ValueError(
-                    f"data: conversation {row_id} holds token id {ids.max()}, and the base has {vocab_size} tokens: it was answered by "
-                    "another model; answer the prompts anew with `medusa-heads regenerate`"
-                )
-
-
-def frequent_tokens(rows: Any, size: int) -> Any:
-    """The `size` most frequent supervised tokens, ascending; fewer where the text has fewer."""
-    import numpy as np
-    import torch
-
-    counts = np.zeros(1, dtype=np.int64)
-    for batch in rows.select_columns(["input_ids", "assistant_mask"]).with_format("numpy").iter(1000):
-        ids = np.concatenate([row[mask.astype(bool)] for row, mask in zip(batch["input_ids"], batch["assistant_mask"], strict=True)])
-        found = np.bincount(ids, minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
-    order = np.argsort(-counts, kind="stable")[:size]
-    return torch.from_numpy(np.sort(order[counts[order] > 0]))
 
 
 def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts: Any, output: Path, vocabulary: Any) -> None:

@@ -19,17 +19,16 @@ from medusa_heads.replacing import replacing_folder
 from medusa_heads.versions import commit, versions
 from train import zero
 from train.__main__ import (
-    check_token_ids,
     check_tracker,
-    claim_output,
     exit_status,
     leave,
     make_accelerator,
     pick_precision,
-    prepare_data,
     start_tracker,
 )
 from train.draft_model_config import DraftModelConfig, parse_config
+from train.output_folder import claim_output
+from train.training_data import check_token_ids, prepare_data
 
 RECORD = "draft_model.json"
 

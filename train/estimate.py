@@ -44,6 +44,7 @@ from train.objectives import Objective
 from train.packing import PackedDataset, collate
 from train.schedule import number_of_steps
 from train.state_maker import index_states
+from train.training_data import prepare_data
 from train.windows import WindowPlan
 
 UTILISATION = 0.35  # share of a card's peak that matrix products are assumed to reach where nothing was measured
@@ -105,8 +106,6 @@ class Estimate(TrainConfig):
 def estimate(config: Estimate) -> dict[str, Any]:
     """Plain numbers; bytes, seconds and hours as the names say. Memory is what torch allocates (a CUDA context and its
     allocator's gaps come on top), hours are those of the steps (validation comes on top)."""
-    from train.__main__ import prepare_data
-
     rows, _, counts = prepare_data(config)
     device = pick_device(config.device)
     device_type = device.type if config.hardware == "measured" else "cuda"

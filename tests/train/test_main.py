@@ -26,10 +26,11 @@ from medusa_heads.checkpoint import load_heads
 from medusa_heads.lock import lock_output
 from medusa_heads.replacing import LOCK_NAME
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from train.__main__ import check_token_ids, main, run, split_by_id
+from train.__main__ import main, run
 from train.config import parse_config
 from train.history import ACCEPTANCE, FILE_NAME, read_history
 from train.run_state import checkpoint_folders
+from train.training_data import check_token_ids, split_by_id
 
 WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "side", "of", "house", "what", "is", "answer")
 

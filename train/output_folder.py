@@ -1,0 +1,66 @@
+"""--output-dir -> a folder that this run alone writes into, earlier heads kept in `previous`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from filelock import FileLock
+
+from medusa_heads.lock import lock_output
+from medusa_heads.replacing import remove_abandoned
+from train.config import TrainConfig
+
+MOVING = ".previous"  # becomes `previous` once all earlier files are in it
+
+
+def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
+    """Refuses, before any work, to replace finished heads or to write where it cannot or where another run does.
+
+    Returns the lock that the first process holds on the folder while it runs.
+    """
+    if config.overwrite:
+        refuse_inputs_within(output, config)
+    elif (output / "config.json").exists():
+        raise ValueError(f"--output-dir {output} already holds finished heads: choose another folder, or pass --overwrite to replace them")
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        probe = output / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+        lock = lock_output(output.resolve(), "--output-dir")
+        remove_abandoned(output / "checkpoints", ".step-")
+        if config.overwrite or (output / MOVING).exists():
+            set_aside(output)
+        return lock
+    except OSError as error:
+        raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
+
+
+def refuse_inputs_within(output: Path, config: TrainConfig) -> None:
+    """Raises ValueError when something that the run reads lies in the folder whose files --overwrite moves away."""
+    named = {"base": [config.base], "data": config.data, "validation": config.validation}
+    named |= {name: [getattr(config, name)] for name in ("validation_prompts", "init_heads", "hidden_states_dir")}
+    for name, paths in named.items():
+        for path in filter(None, paths):
+            if Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
+                raise ValueError(
+                    f"{name}: {path} lies in --output-dir {output}, whose files --overwrite moves away: move it, or choose another folder"
+                )
+
+
+def set_aside(output: Path) -> None:
+    """Moves earlier heads and checkpoints into `previous`, so that nothing of them mixes with the new ones and
+    a killed run resumes from its own checkpoints (without --overwrite). Killed itself, it is finished by the next start."""
+    moving, previous = output / MOVING, output / "previous"
+    earlier = [path for path in output.iterdir() if path not in (moving, previous)]
+    if not earlier and not moving.exists():
+        return
+    moving.mkdir(exist_ok=True)
+    for path in sorted(earlier, key=lambda p: p.name != "config.json"):  # config.json first: it marks the folder as whole
+        path.rename(moving / path.name)
+    shutil.rmtree(previous, ignore_errors=True)
+    moving.rename(previous)
