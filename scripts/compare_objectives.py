@@ -10,8 +10,8 @@ T=0        greedy, beam tree of 16 nodes, as in the validations
 T=1        sampled, the same tree: a draft is accepted where the base's own draw is on it
 T=1 drawn  drafts drawn from the heads, a chain, block verification: what `tv` is made for
 
-Drafts do not change the texts of the first two, so the base writes these once, and each checkpoint's steps are read off them
-(infer/tune/replay.py); the third is decoded, on the bench files.
+The base writes the texts once, and each checkpoint's steps are read off them; where drafts are drawn, the steps to be expected over all
+that may be drawn and accepted (infer/tune/replay.py). So all heads meet the same texts, and differ by what they learnt alone.
 
 The same command goes on where it stopped, and takes further objectives, slot weights and seeds into the same folder. The last
 line printed, and OUTPUT/report.json, is one JSON document.
@@ -25,11 +25,10 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +38,15 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
-from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
-from infer.generate import Generation, Generator
+from infer.generate import Generator
 from infer.hardware import hardware
 from infer.loading import load_model
 from infer.output_file import check_writable, write_text
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree_spec import parse_tree
 from infer.tune.answer_acceptance import text_hidden_states
-from infer.tune.replay import replay
+from infer.tune.replay import expected_replay, replay
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa_heads.versions import commit, versions
@@ -58,10 +56,20 @@ from train.run_state import newest_checkpoint
 
 LAUNCHER = ("-m", "accelerate.commands.launch", "--config_file", str(Path(__file__).parents[1] / "configs/accelerate/single.yaml"))
 SAMPLED = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-CONDITIONS: dict[str, tuple[str, dict[str, Any]]] = {  # tree, options of `generate`
-    "T=0": ("beam:16", {}),
-    "T=1": ("beam:16", {"generation_config": SAMPLED}),
-    "T=1 drawn": ("chain", {"generation_config": SAMPLED, "verifier": "block"}),
+
+
+class Condition(NamedTuple):
+    tree: str
+    sampled: bool
+    """Whether the base's own text is drawn, at T = 1."""
+    drawn: bool
+    """Whether drafts are."""
+
+
+CONDITIONS = {
+    "T=0": Condition("beam:16", sampled=False, drawn=False),
+    "T=1": Condition("beam:16", sampled=True, drawn=False),
+    "T=1 drawn": Condition("chain", sampled=True, drawn=True),
 }
 NUM_VALIDATIONS, BATCH_SIZE = 6, 80
 
@@ -129,7 +137,7 @@ class CompareObjectives:
             return
         options = dict(objective=objective, slot_weights=slot_weights, seed=seed, base=self.base, output_dir=output)
         options |= dict(max_steps=self.max_steps, validate_every=max(1, self.max_steps // NUM_VALIDATIONS), keep="best")
-        options |= dict(validation_prompts=self.validation, validation_tree=CONDITIONS["T=0"][0])
+        options |= dict(validation_prompts=self.validation, validation_tree=CONDITIONS["T=0"].tree)
         flags = [f"--{option.replace('_', '-')}={value}" for option, value in options.items()]
         launcher = [*LAUNCHER, "--num_cpu_threads_per_process", str(torch.get_num_threads()), *["--cpu"] * (self.device == "cpu")]
         config = ["--config", str(self.config)] if self.config else []
@@ -151,48 +159,34 @@ class CompareObjectives:
         return dict(json.loads(path.read_text()))
 
     def counts(self, heads: HeadsCheckpoint, model: PreTrainedModel, prompts: dict[str, list[list[int]]]) -> dict[str, dict[str, Any]]:
-        """[condition][file]. All heads meet the same draws, so that T=0 and T=1 decode the same texts for all of them."""
+        """[condition][file]: steps and accepted tokens of every prompt."""
         found: dict[str, dict[str, Any]] = {}
-        for condition, (tree, options) in CONDITIONS.items():
-            parsed = parse_tree(tree, heads)
+        depth, limits = heads.config.num_heads, {"max_new_tokens": self.max_new_tokens, "eos_ids": base_model.end_of_sequence_ids(model)}
+        for (name, condition), file in product(CONDITIONS.items(), prompts):
+            parsed = parse_tree(condition.tree, heads)
             assert parsed is not None
-            drafter, changes_text = HeadsDrafter.from_checkpoint(model, heads, parsed), "verifier" in options
-            for file in map(str, self.bench) if changes_text else prompts:
-                stats: Iterable[AcceptanceStats]
-                if changes_text:
-                    label = f"{heads.folder.name}, {condition}"
-                    stats = [a.stats for a in answer_all(Generator(model, drafter), prompts[file], self.max_new_tokens, options, label)]
+            drafter, counts = HeadsDrafter.from_checkpoint(model, heads, parsed), []
+            for text in own_texts(model, file, condition.sampled, tuple(map(tuple, prompts[file])), self.max_new_tokens + depth - 1):
+                if condition.drawn:
+                    counts.append(expected_replay(drafter, *text, temperature=1.0, **limits))
                 else:
-                    stats = self.replayed(drafter, file, condition, prompts[file], depth=heads.config.num_heads)
-                found.setdefault(condition, {})[file] = [(s.num_steps, s.num_accepted_tokens) for s in stats]
+                    stats = replay(drafter, *text, depth=depth, **limits)
+                    counts.append((stats.num_steps, stats.num_accepted_tokens))
+            found.setdefault(name, {})[file] = counts
         return found
-
-    def replayed(
-        self, drafter: HeadsDrafter, file: str, condition: str, prompts: list[list[int]], *, depth: int
-    ) -> Iterator[AcceptanceStats]:
-        eos_ids = base_model.end_of_sequence_ids(drafter.model)
-        for text in own_texts(drafter.model, file, condition, tuple(map(tuple, prompts)), self.max_new_tokens + depth - 1):
-            yield replay(drafter, *text, depth=depth, max_new_tokens=self.max_new_tokens, eos_ids=eos_ids)
-
-
-def answer_all(
-    generator: Generator, prompts: Sequence[Sequence[int]], max_new_tokens: int, options: dict[str, Any], label: str
-) -> list[Generation]:
-    starts = tqdm(range(0, len(prompts), BATCH_SIZE), desc=label, unit="batch", file=sys.stderr)
-    options = options | {"max_new_tokens": max_new_tokens}
-    return [answer for i in starts for answer in generator.generate(prompts[i : i + BATCH_SIZE], seed=i, **options)]
 
 
 @functools.cache
 def own_texts(
-    model: PreTrainedModel, file: str, condition: str, prompts: tuple[tuple[int, ...], ...], num_tokens: int
+    model: PreTrainedModel, file: str, sampled: bool, prompts: tuple[tuple[int, ...], ...], num_tokens: int
 ) -> list[tuple[torch.Tensor, list[int], list[int]]]:
     """Of each prompt: the hidden states [T, D] of prompt and answer, the prompt, and what the base writes, on beyond its end tokens.
 
     Raises ValueError for an answer that the context has no room for.
     """
-    options = CONDITIONS[condition][1] | {"eos_ids": ()}
-    answers = answer_all(Generator(model), prompts, num_tokens, options, f"{Path(file).name}, {condition}")
+    starts = tqdm(range(0, len(prompts), BATCH_SIZE), desc=f"{Path(file).name}, T={int(sampled)}", unit="batch", file=sys.stderr)
+    options: dict[str, Any] = {"generation_config": SAMPLED if sampled else None, "max_new_tokens": num_tokens, "eos_ids": ()}
+    answers = [answer for i in starts for answer in Generator(model).generate(prompts[i : i + BATCH_SIZE], seed=i, **options)]
     texts = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         if len(answer.token_ids) < num_tokens:

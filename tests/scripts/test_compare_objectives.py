@@ -132,9 +132,7 @@ def test_trains_decodes_and_repeats_nothing(
     assert printed == json.loads((out / "report.json").read_text())
     assert len(commands) == 1 and "--objective=tv" in commands[0] and {path: path.stat().st_mtime_ns for path in before} == before
     rows = {(row["heads"], row["condition"], Path(row["file"]).name): row for row in printed["rows"]}
-    assert (
-        {key[0] for key in rows} == {"ce-decay", "tv-decay"} and len(rows) == 2 * (2 + 2 + 1) and set(printed["ranking"]) == set(CONDITIONS)
-    )
+    assert {key[0] for key in rows} == {"ce-decay", "tv-decay"} and len(rows) == 2 * 3 * 2 and set(printed["ranking"]) == set(CONDITIONS)
 
     model, tokenizer = base_model.load_base(str(tmp_path / "base"))
     prompts = [encode_chat(tokenizer, prompt.messages) for prompt in load_prompts(tmp_path / "bench.jsonl", 4)]
