@@ -87,6 +87,8 @@ class Generate(SamplingOptions):
     """Base model: `embedded`, a local folder or a hub id."""
     base_quantization: Quantization = "none"
     """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
+    revision: str | None = None
+    """Revision of the base model on the hub."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
@@ -111,7 +113,13 @@ class Generate(SamplingOptions):
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
         generator, tokenizer = load_generator(
-            self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device, quantization=self.base_quantization
+            self.base,
+            self.heads,
+            tree=self.tree,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.base_quantization,
+            revision=self.revision,
         )
         ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
         answer = stream(
@@ -137,6 +145,8 @@ class Chat(SamplingOptions):
     """Base model: `embedded`, a local folder or a hub id."""
     base_quantization: Quantization = "none"
     """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
+    revision: str | None = None
+    """Revision of the base model on the hub."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
     max_new_tokens: int = 512
@@ -156,7 +166,13 @@ class Chat(SamplingOptions):
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
         generator, tokenizer = load_generator(
-            self.base, self.heads, tree=self.tree, dtype=self.dtype, device=self.device, quantization=self.base_quantization
+            self.base,
+            self.heads,
+            tree=self.tree,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.base_quantization,
+            revision=self.revision,
         )
         messages = system_message(self.system)
         # What no message can mend is told before the first one.

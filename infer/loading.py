@@ -64,10 +64,12 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def load_model(base: str, *, dtype: Dtype | None, device: str, quantization: Quantization = "none") -> tuple[PreTrainedModel, Any]:
+def load_model(
+    base: str, *, dtype: Dtype | None, device: str, quantization: Quantization = "none", revision: str | None = None
+) -> tuple[PreTrainedModel, Any]:
     """The base model on its device and its tokenizer; dtype None keeps the checkpoint's own."""
     parsed = None if dtype is None else base_model.parse_dtype(dtype)
-    return base_model.load_base(base, dtype=parsed, device=pick_device(device), quantization=quantization)
+    return base_model.load_base(base, dtype=parsed, device=pick_device(device), quantization=quantization, revision=revision)
 
 
 def default_heads(base: str, heads: str | None) -> str:
@@ -147,11 +149,18 @@ def _prudent_share(length: float) -> float:
 
 
 def load_generator(
-    base: str, heads: str | None, *, tree: str, dtype: Dtype | None, device: str, quantization: Quantization = "none"
+    base: str,
+    heads: str | None,
+    *,
+    tree: str,
+    dtype: Dtype | None,
+    device: str,
+    quantization: Quantization = "none",
+    revision: str | None = None,
 ) -> tuple[Generator, Any]:
     """A generator for single conversations, with heads or (`--heads none`) without, and the tokenizer."""
     name = default_heads(base, heads)
-    model, tokenizer = load_model(base, dtype=dtype, device=device, quantization=quantization)
+    model, tokenizer = load_model(base, dtype=dtype, device=device, quantization=quantization, revision=revision)
     copies = decoding_copies(model)
     if name == NO_HEADS:
         return Generator(fastest_copy(copies, [1]), NoDrafter(), tokenizer=tokenizer), tokenizer

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import nn
@@ -50,17 +51,25 @@ class Adapter:
             raise ValueError(f"--adapter {folder}: no adapter_config.json there; give the folder `{ADAPTER_DIR}` of heads trained with one")
         tied = _tied(base)
         try:
-            with _without_advice():
-                model = PeftModel.from_pretrained(base, str(folder))
-        except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"--adapter {folder} does not fit this base ({reason}): give the base it was trained on") from error
-        if not isinstance(config := model.peft_config["default"], LoraConfig):
-            raise ValueError(f"--adapter {folder} is of type {config.peft_type}: only LoRA can be merged here")
-        if any(isinstance(m, LoraLayer | ModulesToSaveWrapper) for m in (base_model.lm_head(base), base.get_input_embeddings())):
-            raise ValueError(f"--adapter {folder}: {_never_adapted(tied)}")
-        if problem := _what_is_missing(model, folder):
-            raise ValueError(f"--adapter {folder} does not fit this base ({problem}): give the base it was trained on, or copy it again")
+            try:
+                with _without_advice():
+                    config = PeftConfig.from_pretrained(str(folder))
+                    check_config(config, folder)
+                    model = PeftModel.from_pretrained(base, str(folder))
+            except _Unmergeable:
+                raise
+            except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, SafetensorError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(f"--adapter {folder} does not fit this base ({reason}): give the base it was trained on") from error
+            if any(isinstance(m, LoraLayer | ModulesToSaveWrapper) for m in (base_model.lm_head(base), base.get_input_embeddings())):
+                raise ValueError(f"--adapter {folder}: {_never_adapted(tied)}")
+            if problem := _what_is_missing(model, folder):
+                raise ValueError(
+                    f"--adapter {folder} does not fit this base ({problem}): give the base it was trained on, or copy it again"
+                )
+        except ValueError:
+            _withdraw(base)
+            raise
         return cls(model)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -103,12 +112,37 @@ class Adapter:
         for layer in self.layers:
             dtype = next(layer.get_base_layer().parameters()).dtype
             layer.double()  # type: ignore[attr-defined]
-            layer.merge()  # type: ignore[attr-defined]
+            try:
+                layer.merge()  # type: ignore[attr-defined]
+            except (RuntimeError, NotImplementedError) as error:
+                raise ValueError(f"the adapter cannot be merged into the base's weights ({' '.join(str(error).split())})") from error
             layer.get_base_layer().to(dtype)
         merged = self.model.base_model.unload()  # type: ignore[operator]
         merged.__dict__.pop("peft_config", None)
         merged.name_or_path = ""  # its weights are not those of the files it came from
         return merged  # type: ignore[no-any-return]
+
+
+class _Unmergeable(ValueError):
+    """An adapter of a kind that no merged weights can stand for."""
+
+
+def check_config(config: PeftConfig, folder: Path) -> None:
+    """Raises ValueError for what is not LoRA, or does more than add to the weights of its layers."""
+    if not isinstance(config, LoraConfig):
+        raise _Unmergeable(f"--adapter {folder} is of type {config.peft_type}: only LoRA can be merged here")
+    for option in ("trainable_token_indices", "layer_replication", "alora_invocation_tokens"):
+        if getattr(config, option, None):
+            raise _Unmergeable(f"--adapter {folder} has {option}, which cannot be merged here: only what LoRA adds to linear layers can")
+
+
+def _withdraw(base: PreTrainedModel) -> None:
+    """The base as it was before peft put its layers in."""
+    for name, module in list(base.named_modules()):
+        original = module.get_base_layer() if isinstance(module, BaseTunerLayer) else getattr(module, "original_module", None)
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper) and original is not None:
+            base.set_submodule(name, original)
+    base.__dict__.pop("peft_config", None)
 
 
 def _what_is_missing(model: PeftModel, folder: Path) -> str | None:

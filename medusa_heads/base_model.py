@@ -76,7 +76,10 @@ def load_base(
         check_config(config)
         packed = loading_options(config, quantization, device=device)
         tokenizer = AutoTokenizer.from_pretrained(base, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(base, revision=revision, dtype=dtype or "auto", **packed)
+        options: dict[str, Any] = {"revision": revision, "dtype": dtype or "auto", "output_loading_info": True} | packed
+        found: Any = AutoModelForCausalLM.from_pretrained(base, **options)
+        model: PreTrainedModel = found[0]
+        missing = sorted(found[1]["missing_keys"])  # transformers fills them with random numbers
     except (OSError, RuntimeError, ImportError) as error:
         raise ValueError(f"--base {base!r} could not be loaded: {_why_not_loaded(base, error)}") from error
     except ValueError as error:
@@ -84,15 +87,20 @@ def load_base(
     except Exception as error:  # safetensors raises its own type for a truncated file
         if type(error).__name__ == "SafetensorError":
             raise ValueError(f"--base {base!r}: a weight file is damaged or truncated ({error}); copy or download it again") from error
-        raise
+        kind = type(error).__name__  # a file of another kind than its name says raises what its reader happens to
+        raise ValueError(f"--base {base!r}: its files cannot be read ({kind}: {_one_line(error)}); copy or download them again") from error
+    if missing:
+        names = ", ".join(missing[:3]) + " ..." * (len(missing) > 3)
+        raise ValueError(f"--base {base!r}: its files hold no {names}: give a whole causal language model, or copy or download it again")
     model = model.eval() if packed else model.to(device).eval()  # type: ignore[arg-type]
     model.requires_grad_(False)
     settle(model)
     try:
         check_base(model)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         if not packed:
-            raise
+            name = model.config.model_type
+            raise ValueError(f"--base {base!r}: {name} does not run as a plain decoder ({_one_line(error)})") from error
         raise ValueError(
             f"--base {base!r}: layers in {quantization_of(model.config)} do not compute on {model.device} here ({_one_line(error)}): "
             "choose another device, or give the model unquantised"
@@ -163,6 +171,10 @@ def check_config(config: Any) -> None:
     if "local" in (getattr(text, "attention_layers", None) or ()):
         raise ValueError(
             f"{name} cuts its local attention by places in the cache, not by positions: trees and batches would read other tokens"
+        )
+    if getattr(text, "keep_window_size", None):
+        raise ValueError(
+            f"{name} keeps those keys of its cache that score highest: what it sees of a text would depend on the tree beside it"
         )
     stateful = sorted({t for t in getattr(text, "layer_types", None) or () if t not in ("full_attention", "sliding_attention")})
     if stateful:
@@ -270,7 +282,8 @@ def max_length(model: PreTrainedModel) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     limit = next((int(value) for name in names if (value := getattr(config, name, None))), 1 << 30)
     rope = getattr(config, "rope_parameters", None) or {}
-    return min(limit, int(rope["original_max_position_embeddings"])) if rope.get("rope_type") == "longrope" else limit
+    ropes = (rope, *(part for part in rope.values() if isinstance(part, dict)))  # one for all layers, or one for each of their types
+    return min(limit, *(int(r["original_max_position_embeddings"]) for r in ropes if r.get("rope_type") == "longrope"), 1 << 30)
 
 
 def sliding_windows(model: PreTrainedModel) -> tuple[dict[str, int | None], bool]:
@@ -426,10 +439,7 @@ def generate_plainly(
         return model.generate(  # type: ignore[operator,return-value]
             input_ids=input_ids,
             attention_mask=attention_mask,
-            **settings,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=list(eos_ids) or None,
-            pad_token_id=pad_id,
+            **settings | {"max_new_tokens": max_new_tokens, "eos_token_id": list(eos_ids) or None, "pad_token_id": pad_id},
             stopping_criteria=[after_step],
         )
     finally:

@@ -220,6 +220,9 @@ def check_base_matches(config: HeadsConfig, model: PreTrainedModel, folder: Path
         )
 
 
+STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_tensors(found: dict[str, Tensor], expected: dict[str, Any], path: Path) -> None:
     """Raises ValueError unless `found` holds exactly the expected names and shapes."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
@@ -228,7 +231,8 @@ def check_tensors(found: dict[str, Tensor], expected: dict[str, Any], path: Path
         for name in sorted(expected.keys() & found.keys())
         if found[name].shape != expected[name].shape
     ]
-    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in extra] + shapes
+    kinds = [f"{name} is of type {found[name].dtype}" for name in sorted(found) if found[name].dtype not in STORED_TYPES]
+    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in extra] + shapes + kinds
     if problems:
         raise ValueError(f"{path} does not match its config.json: {'; '.join(problems)}")
 
@@ -257,8 +261,8 @@ def save_heads(
         state = {name: p.detach().to(dtype or p.dtype).cpu().contiguous().clone() for name, p in heads.named_parameters()}
         save_file(state, work / "model.safetensors", metadata={"format": "pt"})
         (work / "config.json").write_text(heads.config.to_json())
-        (work / "README.md").write_text(card)
-        (work / "train_command.txt").write_text(_command_text(command))
+        (work / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")  # as are bytes of a path that are no text
+        (work / "train_command.txt").write_text(_command_text(command), encoding="utf-8", errors="backslashreplace")
         if draft_vocabulary is not None:
             (work / VOCABULARY_FILE).write_text(json.dumps(draft_vocabulary.tolist()) + "\n")
         if measured:

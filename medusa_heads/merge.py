@@ -35,7 +35,10 @@ class Merge:
         check_heads_beside(self.adapter, model)
         with replacing_folder(self.output) as work:
             model.save_pretrained(work)
-            tokenizer.save_pretrained(work)
+            try:
+                tokenizer.save_pretrained(work)
+            except Exception as error:  # on a full disk it raises no OSError
+                raise OSError(f"the tokenizer cannot be saved: {error}") from error
         print(f"the tuned base, fingerprint {fingerprint(model)}, is written to {self.output}")
 
 

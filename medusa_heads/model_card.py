@@ -54,7 +54,8 @@ def model_card(
 
 
 LIMITS = (
-    "The heads work on no other weights, a fine-tuned or differently quantised form of the base included: loading them there is refused. "
+    "The heads work on no other weights, a fine-tuned or differently quantised form of the base included: loading them there is refused "
+    "(of a quantised base as far as its norms, biases and LM head tell). "
     "They change how fast the base model answers, never what: its own limits hold. "
     "Acceptance falls on text unlike the training data."
 )
@@ -83,6 +84,8 @@ def _use(config: HeadsConfig) -> str:
     packed = config.base_quantization != "none"
     loading = f', quantization="{config.base_quantization}"' if packed else ""
     option = f" --base-quantization {config.base_quantization}" if packed else ""
+    if config.base_revision:
+        loading, option = f'{loading}, revision="{config.base_revision}"', f"{option} --revision {config.base_revision}"
     return f"""```python
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator

@@ -20,8 +20,10 @@ LOCK_NAME = "in-use.lock"
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """A fresh folder that takes the name `folder` when the block succeeds, and is gone when it does not.
 
-    Raises ValueError when it cannot be written, also for an OSError of the block (a full disk, for one).
+    A link stays one: what it points to is replaced. Raises ValueError when it cannot be written, also for an OSError of the block (a full
+    disk, for one).
     """
+    folder = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another output folder")
     prefix = f".{folder.name}-writing-"
@@ -61,6 +63,8 @@ def refuse_occupied(folder: Path) -> None:
     """Raises ValueError when something lies where --output is to be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--output {folder} is not empty: choose another folder")
+    if folder.is_mount():
+        raise ValueError(f"--output {folder} is a mount point, and cannot be replaced by what is written: choose a folder in it")
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:
@@ -94,7 +98,8 @@ def _put_back(previous: Path, folder: Path) -> None:
 
 def _make_readable_and_sync(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        path.chmod(0o755 if path.is_dir() else 0o644)  # safetensors keeps its files to the owner
+        if path.is_file():  # safetensors keeps its files to the owner; the folder knows what the user wants
+            path.chmod(folder.stat().st_mode & 0o666)
         _sync(path)
 
 

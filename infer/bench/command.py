@@ -53,6 +53,8 @@ class Bench(SamplingOptions):
     """Base model: `embedded`, a local folder or a hub id."""
     base_quantization: Quantization = "none"
     """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
+    revision: str | None = None
+    """Revision of the base model on the hub."""
     heads: Annotated[tuple[str, ...], OPTIONAL] = ()
     """Heads: `pretrained`, `pretrained:NAME` or folders. Several give rows `heads`, `heads:<folder name>`, ...
     Default: `pretrained` with the embedded base."""
@@ -93,7 +95,9 @@ class Bench(SamplingOptions):
         prompts = load_prompts(self.prompts, self.limit)
         if self.quality:
             check_judgeable(prompts, self.prompts)
-        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device, quantization=self.base_quantization)
+        model, tokenizer = load_model(
+            self.base, dtype=self.dtype, device=self.device, quantization=self.base_quantization, revision=self.revision
+        )
         prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
         check_room(model, prompts, prompt_ids, self.max_new_tokens)
         batches = make_batches(prompt_ids, batch_size=self.batch_size, seed=self.seed)

@@ -61,6 +61,8 @@ class TuneTree:
     """Base model: `embedded`, a local folder or a hub id."""
     base_quantization: Quantization = "none"
     """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
+    revision: str | None = None
+    """Revision of the base model on the hub."""
     heads: str | None = None
     """Heads: `pretrained`, `pretrained:NAME` or a folder. Default: the shipped ones, for the embedded base."""
     limit: int | None = None
@@ -83,7 +85,9 @@ class TuneTree:
         folder = resolve_heads(name)
         self._check(folder)
         prompts = load_prompts(self.prompts, self.limit)
-        model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device, quantization=self.base_quantization)
+        model, tokenizer = load_model(
+            self.base, dtype=self.dtype, device=self.device, quantization=self.base_quantization, revision=self.revision
+        )
         checkpoint = load_heads(name, model)
         prompt_ids = [encode_chat(tokenizer, prompt.messages) for prompt in prompts]
         check_room(model, prompts, prompt_ids, self.max_new_tokens)

@@ -51,8 +51,11 @@ class Export:
         check_output(self.output)
         resolve_heads(self.heads)  # before the base is loaded, which may take minutes
         model, tokenizer = base_model.load_base(self.base, revision=self.revision, quantization=self.base_quantization)
-        heads = load_heads(self.heads, model, dtype=torch.float32).heads
-        for line in export(heads, model, self.output, to=self.to, dtype=base_model.parse_dtype(self.dtype), tokenizer=tokenizer):
+        checkpoint = load_heads(self.heads, model, dtype=torch.float32)
+        if checkpoint.draft_vocabulary is not None:
+            num_tokens = len(checkpoint.draft_vocabulary)
+            print(f"note: here these heads propose the {num_tokens:,} tokens that they were trained on, there any of the vocabulary")
+        for line in export(checkpoint.heads, model, self.output, to=self.to, dtype=base_model.parse_dtype(self.dtype), tokenizer=tokenizer):
             print(line)
 
 

@@ -7,6 +7,7 @@ Head i is blocks `{i}.{l}.linear` followed by the matrix `{i}.{num_layers}.weigh
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -71,7 +72,9 @@ def export_heads(heads: MedusaHeads, model: PreTrainedModel, folder: Path, *, dt
     for head in range(heads.config.num_heads):
         matrix_VD = shared_VD if heads.lm_head is None else heads.lm_head[head]
         tensors[f"{head}.{heads.config.num_layers}.weight"] = matrix_VD.detach().to(dtype).cpu().clone()
-    torch.save(tensors, folder / WEIGHTS)
+    content = io.BytesIO()  # on a full disk torch.save raises no OSError
+    torch.save(tensors, content)
+    (folder / WEIGHTS).write_bytes(content.getbuffer())
     (folder / "config.json").write_text(json.dumps(config_json(heads, model), indent=2) + "\n")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
     Gemma3TextConfig,
+    GenerationConfig,
     GPTNeoXConfig,
     GraniteConfig,
     PreTrainedConfig,
@@ -94,6 +96,7 @@ def test_a_cached_forward_continues_the_text() -> None:
     [
         ("t5", {}, "t5 is an encoder-decoder"),
         ("gpt_neo", {}, "gpt_neo cuts its local attention by places in the cache"),
+        ("llama", {"keep_window_size": 8}, "llama keeps those keys of its cache that score highest"),
         ("qwen3_next", {"num_hidden_layers": 4}, "layers of type linear_attention: their state cannot branch"),
         ("llama", {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}, "layers of type linear_attention"),
     ],
@@ -185,3 +188,42 @@ def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="damaged or truncated"):
         base_model.load_base(str(tmp_path))
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("absent", ["model.layers.1.", "lm_head."])
+def test_files_without_some_weights_are_refused(tmp_path: Path, absent: str) -> None:
+    """transformers would fill them with random numbers."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.startswith(absent)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"its files hold no {absent.replace('.', '[.]')}\S+.*: give a whole causal language model"):
+        base_model.load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "content"), [("pytorch_model.bin", "version https://git-lfs"), ("model.safetensors.index.json", "{}")])
+def test_files_of_another_kind_are_one_line(tmp_path: Path, name: str, content: str) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=r"--base .*copy or download them again"):
+        base_model.load_base(str(tmp_path))
+
+
+def test_long_rope_of_one_type_of_layers_ends_the_context() -> None:
+    model = tiny_model("llama")
+    model.config.rope_parameters = {
+        "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 20},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    assert base_model.max_length(model) == 20
+
+
+def test_generate_takes_settings_that_name_what_the_call_decides() -> None:
+    model, ids = tiny_model("llama"), torch.tensor([[3, 4, 5]])
+    settings = GenerationConfig(max_new_tokens=3, eos_token_id=7, pad_token_id=1)
+    options: dict[str, Any] = dict(max_new_tokens=6, eos_ids=(), pad_id=0, on_token=lambda: None)
+    found = base_model.generate_plainly(model, ids, torch.ones_like(ids), **options, generation_config=settings)
+    assert torch.equal(found, base_model.generate_plainly(model, ids, torch.ones_like(ids), **options)) and found.shape == (1, 9)

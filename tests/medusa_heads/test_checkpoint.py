@@ -83,9 +83,18 @@ def _reshape(tensors: dict[str, torch.Tensor]) -> None:
     tensors["bias"] = tensors["bias"][:, :2].clone()
 
 
+def _retype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["bias"] = tensors["bias"].to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(_drop, "missing bias$"), (_add, "unexpected lm_head$"), (_reshape, r"bias is \[2, 2, 32\], expected \[2, 3, 32\]$")],
+    [
+        (_drop, "missing bias$"),
+        (_add, "unexpected lm_head$"),
+        (_reshape, r"bias is \[2, 2, 32\], expected \[2, 3, 32\]$"),
+        (_retype, "bias is of type torch.float8_e4m3fn$"),
+    ],
 )
 def test_other_tensors_than_the_config_says_are_refused(
     folder: Path, damage: Callable[[dict[str, torch.Tensor]], None], message: str

@@ -61,6 +61,10 @@ def test_everything_given_is_printed() -> None:
         assert text in card, text
 
 
+def test_the_revision_of_the_base_is_part_of_every_way_to_load_it() -> None:
+    assert ', revision="main")' in _card() and " --revision main --heads" in _card()
+
+
 def test_what_is_not_given_is_named_as_unknown() -> None:
     card = model_card(HeadsConfig(), base_license=None, data={}, recipe={}, measured={})
     assert card.count("Not recorded.") == 2 and "Not measured." in card and "`not recorded`" in card

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from medusa_heads import replacing
-from medusa_heads.replacing import remove_abandoned, replacing_folder, scratch_folder
+from medusa_heads.replacing import refuse_occupied, remove_abandoned, replacing_folder, scratch_folder
 
 WRITER = """
 import os, signal, sys
@@ -120,3 +120,31 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No space left"), replacing_folder(tmp_path / "heads"):
         raise OSError(28, "No space left on device")
     assert not list(tmp_path.iterdir())
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        with replacing_folder(tmp_path / "heads") as work:
+            (work / "trees").mkdir()
+            for name in ("model.safetensors", "trees/measured.json"):
+                (work / name).write_text("")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "heads", tmp_path / "heads/trees")} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "heads").rglob("*.*")} == {0o600}
+
+
+def test_a_link_goes_on_pointing_to_the_new_content(tmp_path: Path) -> None:
+    (tmp_path / "large" / "heads").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "large" / "heads")
+    with replacing_folder(tmp_path / "link") as work:
+        (work / "config.json").write_text("new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large/heads/config.json").read_text() == "new"
+
+
+def test_a_mount_point_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with pytest.raises(ValueError, match=r"is a mount point.*choose a folder in it"):
+        refuse_occupied(tmp_path)
+    refuse_occupied(tmp_path / "heads")

@@ -127,3 +127,33 @@ def test_foreign_adapters_on_what_is_never_adapted(tmp_path: Path, foreign: dict
         adapted.save_pretrained(str(tmp_path / "adapter"))
     with pytest.raises(ValueError, match=r"--adapter .*LM head and input embedding are never adapted.*as here"):
         merged_base(str(tmp_path / "base"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("foreign", "option"),
+    [({"trainable_token_indices": [1, 5]}, "trainable_token_indices"), ({"layer_replication": [[0, 2], [0, 1]]}, "layer_replication")],
+)
+def test_adapters_that_do_more_than_add_are_refused(tmp_path: Path, foreign: dict[str, Any], option: str) -> None:
+    """Merged, these would lose what they do beside."""
+    model = get_peft_model(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **foreign))
+    model.save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=f"--adapter .* has {option}, which cannot be merged here"):
+        Adapter.load(tiny_model("llama"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    "foreign", [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_a_refused_adapter_leaves_no_trace(tmp_path: Path, foreign: dict[str, Any]) -> None:
+    base, ids = tiny_model("llama"), torch.tensor([[3, 4, 5]])
+    adapted = get_peft_model(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False, **foreign))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    before, names = base(input_ids=ids).logits, [name for name, _ in base.named_modules()]
+    with pytest.raises(ValueError, match="LM head and input embedding are never adapted"):
+        Adapter.load(base, tmp_path / "adapter")
+    assert torch.equal(base(input_ids=ids).logits, before) and [name for name, _ in base.named_modules()] == names
+    assert not hasattr(base, "peft_config")
+    (tmp_path / "adapter/adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="does not fit this base"):
+        Adapter.load(base, tmp_path / "adapter")
+    assert [name for name, _ in base.named_modules()] == names
