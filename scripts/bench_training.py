@@ -20,7 +20,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import datasets
 import torch
@@ -61,7 +62,12 @@ class BenchTraining:
     """Different batches, met in turn."""
     num_workers: int = 2
     """Processes or threads that load ahead."""
-    which: tuple[str, ...] = ("online", "device", "base_forward", "all_logits")
+    which: tuple[Literal["online", "device", "base_forward", "all_logits", "liger"], ...] = (
+        "online",
+        "device",
+        "base_forward",
+        "all_logits",
+    )
     """Which loops to run; one alone makes peak memory on a CPU its own."""
 
     def run(self) -> None:
@@ -71,8 +77,10 @@ class BenchTraining:
         base_model.quiet_transformers()
         if min(self.rows, self.steps, self.num_heads, self.num_batches) < 1 or self.length <= self.num_heads + 1:
             raise ValueError("--rows, --steps, --num-heads and --num-batches must be at least 1, --length more than --num-heads + 1")
+        if "liger" in self.which and not find_spec("liger_kernel"):
+            raise ValueError("--which liger: pip install liger-kernel, or leave it out")
         model, _ = base_model.load_base(self.base, dtype=dtype, device=device)
-        if (self.draft_vocab_size or 1) > base_model.vocab_size(model):
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= base_model.vocab_size(model):
             raise ValueError(f"--draft-vocab-size {self.draft_vocab_size}: the base has {base_model.vocab_size(model)} tokens")
         packed = self.packed(base_model.vocab_size(model))
         found: dict[str, Any] = {}
@@ -171,7 +179,12 @@ def all_logits(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Ten
     with torch.no_grad():
         hidden = base_model.forward_hidden(headed.base, ids)
     states = headed.heads.draft_states(hidden.flatten(0, 1)).unflatten(0, ids.shape)
-    logits = base_model.compute_logits(headed.base, states.to(hidden.dtype)).movedim(2, 0)  # [K, B, T, V]
+    weight_VD, bias_V = base_model.lm_head_parameters(headed.base)
+    if headed.draft_vocabulary is not None:  # the tokens are drawn from its first rows
+        num_tokens = len(headed.draft_vocabulary)
+        weight_VD, bias_V = weight_VD[:num_tokens], None if bias_V is None else bias_V[:num_tokens]
+    logits = base_model.logit_transform(headed.base)(F.linear(states.to(hidden.dtype), weight_VD, bias_V))
+    logits = logits.movedim(2, 0)  # [K, B, T, V]
     total = logits.new_zeros((), dtype=torch.float32)
     for k, logits_BTV in enumerate(logits):
         shift = k + 2
@@ -180,10 +193,8 @@ def all_logits(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Ten
 
 
 def liger(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
-    try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as FusedLoss
-    except ImportError as error:
-        raise ValueError(f"--which liger: {error}; pip install liger-kernel, or leave it out") from None
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as FusedLoss
+
     ids = batch.tensors["input_ids"]
     with torch.no_grad():
         hidden = base_model.forward_hidden(headed.base, ids)

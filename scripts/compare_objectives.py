@@ -22,6 +22,7 @@ line printed, and OUTPUT/report.json, is one JSON document.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -51,7 +52,7 @@ from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa_heads.versions import commit, versions
 from train.acceptance import spread
-from train.config import OBJECTIVES
+from train.config import OBJECTIVES, SLOT_WEIGHTS
 from train.run_state import newest_checkpoint
 
 LAUNCHER = ("-m", "accelerate.commands.launch", "--config_file", str(Path(__file__).parents[1] / "configs/accelerate/single.yaml"))
@@ -105,6 +106,9 @@ class CompareObjectives:
 
     def run(self) -> None:
         base_model.quiet_transformers()
+        for option, given, known in (("--objectives", self.objectives, OBJECTIVES), ("--slot-weights", self.slot_weights, SLOT_WEIGHTS)):
+            if unknown := set(given) - set(known):
+                raise ValueError(f"{option} {', '.join(unknown)}: write some of {', '.join(known)}")
         settings = self.checked_settings()
         heads = [f"{objective}-{weights}" for objective, weights in product(self.objectives, self.slot_weights)]
         for seed, name in tqdm([*product(self.seeds, heads)], desc="training", unit="run", file=sys.stderr):
@@ -123,9 +127,14 @@ class CompareObjectives:
         """What all runs of a folder share. Raises ValueError when it was begun with others."""
         path, free = self.output / "settings.json", ("output", "objectives", "slot_weights", "seeds", "device")
         settings = {name: str(value) for name, value in asdict(self).items() if name not in free}
-        settings |= {str(file): file_sha256(file) for file in (self.validation, *self.bench, self.config) if file}
+        files = {"--validation": [self.validation], "--bench": self.bench, "--config": [self.config] if self.config else []}
+        if absent := next((f"{option} {path}" for option, paths in files.items() for path in paths if not path.is_file()), None):
+            raise ValueError(f"{absent}: no such file")
+        data = [Path(path) for path in self.data if Path(path).is_file()]
+        settings |= {str(path): file_sha256(path) for path in itertools.chain(data, *files.values())}
         check_writable(path, "--output")
-        before = json.loads(path.read_text()) if path.exists() else settings
+        begun = any(self.output.glob("*/history.jsonl"))  # before, nothing depends on them
+        before = json.loads(path.read_text()) if begun and path.exists() else settings
         if changed := [name for name in settings if before.get(name) != settings[name]]:
             raise ValueError(f"--output {self.output} was begun with other settings ({', '.join(changed)}): choose another folder")
         write_text(path, json.dumps(settings))
@@ -246,7 +255,8 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(table)
     for condition, places in report["ranking"].items():
         behind = (f"{p['heads']} {p['mean']:.3f} (-{plus_minus(p['behind'], p['standard_error'])})" for p in places[1:])
-        console.print(f"{condition}, mean of the bench files: {places[0]['heads']} {places[0]['mean']:.3f} wins; then {', '.join(behind)}")
+        then = "; then ".join([f"{places[0]['heads']} {places[0]['mean']:.3f} wins", *filter(None, [", ".join(behind)])])
+        console.print(f"{condition}, mean of the bench files: {then}")
     print(f"chosen more than two standard errors below last on a bench file: {len(report['chosen_below_last'])} rows")
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,6 +69,10 @@ class CompareSharding:
     """How far the losses of a step may lie apart."""
 
     def run(self) -> None:
+        if self.steps < 2:
+            raise ValueError(f"--steps {self.steps}: at least 2, the first third is not timed")
+        if ZERO_STAGES.keys() & set(self.strategies) and not find_spec("deepspeed"):
+            raise ValueError("--strategies zero2 and zero3 need DeepSpeed: pip install deepspeed, or leave them out")
         runs = list(dict.fromkeys(Run(strategy, count) for count in self.num_gpus for strategy in self.strategies))
         first = self.strategies[0]
         alone = Run(first, 1) if first == "single" else runs[0]

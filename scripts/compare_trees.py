@@ -33,7 +33,7 @@ from infer.engine.packed_linear import decoding_copies, fastest_copy
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.loading import Dtype, load_model, load_with_tree
-from infer.output_file import write_text
+from infer.output_file import check_writable, write_text
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree import Tree
 from infer.tree_builders import expected_length
@@ -81,6 +81,8 @@ class CompareTrees:
     @torch.inference_mode()
     def run(self) -> None:
         base_model.quiet_transformers()
+        if self.json is not None:
+            check_writable(self.json, "--json")
         model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)
         with self.heads_folder(model) as heads:
             rows = expected(load_heads(heads, model), self.trees)
@@ -90,7 +92,7 @@ class CompareTrees:
                 rows = [row | found for row, found in zip(rows, decoded, strict=True)]
         print_rows(rows)
         if self.json is not None:
-            facts = {"hardware": hardware(model.device), "versions": versions(), "commit": commit(), "dtype": self.dtype}
+            facts = {"hardware": hardware(model.device), "versions": versions(), "commit": commit(), "dtype": str(model.dtype)}
             facts |= {"batch_size": self.batch_size, "max_new_tokens": self.max_new_tokens}
             if self.prompts is not None:
                 facts["prompts"] = {"file": str(self.prompts), "sha256": file_sha256(self.prompts), "num": len(prompt_ids)}

@@ -16,7 +16,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -28,11 +28,11 @@ from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.hardware import hardware
-from infer.output_file import write_text
+from infer.output_file import check_writable, write_text
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
-from medusa_heads.checkpoint import load_heads
+from medusa_heads.checkpoint import load_heads, resolve_heads
 from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
@@ -54,7 +54,7 @@ class Figures:
     """Base model."""
     heads: str = "pretrained"
     """Heads to measure."""
-    parts: tuple[str, ...] = ("exact", "acceptance", "speed")
+    parts: tuple[Literal["exact", "acceptance", "speed"], ...] = ("exact", "acceptance", "speed")
     """Which parts to run."""
     limit_mt_bench: int = 80
     """The first N prompts of MT-Bench."""
@@ -69,20 +69,33 @@ class Figures:
 
     def run(self) -> None:
         base_model.quiet_transformers()
-        for part in self.parts:
-            path = self.output / f"{part}.json"
+        for option, path in (("--mt-bench", self.mt_bench), ("--gsm8k", self.gsm8k)):
+            if not path.is_file():
+                raise ValueError(f"{option} {path}: no such file")
+        files = {part: self.output / f"{part}.json" for part in self.parts}
+        for path in files.values():
+            check_writable(path, "--output")
+            if path.exists() and (changed := self.changed(json.loads(path.read_text()))):
+                raise ValueError(f"--output {self.output} holds figures of other settings ({', '.join(changed)}): choose another folder")
+        for part, path in files.items():
             if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
                 found = {"exact": self.exact, "acceptance": self.acceptance, "speed": self.speed}[part]()
                 write_text(path, json.dumps(found | self.facts(), indent=1) + "\n")
             print(f"{part}: {json.dumps(json.loads(path.read_text())['figures'])}")
 
-    def facts(self) -> dict[str, Any]:
+    def changed(self, before: dict[str, Any]) -> list[str]:
+        """What figures depend on and these were not made with."""
+        now, free = self.made_with(), ("output", "parts", "device", *self.files())
+        settings = [name for name, value in now["settings"].items() if name not in free and before["settings"].get(name) != value]
+        return settings + [f"the content of {name}" for name, digest in now["sha256"].items() if before["sha256"].get(name) != digest]
+
+    def made_with(self) -> dict[str, Any]:
         options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        files = {name: file_sha256(path) for name, path in self.files().items()}
-        return {
-            "settings": options,
-            "sha256": files,
+        files = self.files() | {"heads": resolve_heads(self.heads) / "model.safetensors"}
+        return {"settings": json.loads(json.dumps(options)), "sha256": {name: file_sha256(path) for name, path in files.items()}}
+
+    def facts(self) -> dict[str, Any]:
+        return self.made_with() | {
             "hardware": hardware(torch.device(self.device)),
             "versions": versions(),
             "commit": commit(),

@@ -75,6 +75,10 @@ class Medusa2Report:
     def run(self) -> None:
         base_model.quiet_transformers()
         check_writable(self.output, "--output")
+        if not (Path(self.tuned) / "config.json").is_file():
+            raise ValueError(f"--tuned {self.tuned}: no model there; give the folder that `medusa-heads merge` wrote")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit {self.limit}: must be at least 1")
         texts, questions = self.texts(), self.questions()
         models = {"untouched": self.base, "tuned": self.tuned}
         found: dict[str, dict[str, float]] = {kind: {} for kind in texts}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from infer.loading import default_heads, pick_device
 from infer.prompts import Prompt, file_sha256, load_prompts
 from medusa_heads import base_model
-from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads
+from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads, resolve_heads
 from medusa_heads.versions import commit, versions
 
 
@@ -36,6 +36,8 @@ def load_in_float32(base: str, heads: str | None, device: str) -> tuple[PreTrain
 
 
 def settings_of(options: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
-    """Options, prompts and code, as JSON gives them back."""
-    files = {path.name: file_sha256(path) for path in paths}
+    """Options, code, and what files hold: prompts in their order, heads, trees; as JSON gives them back."""
+    heads = resolve_heads(default_heads(options["base"], options["heads"])) / "model.safetensors"
+    trees = [Path(tree) for tree in options.get("trees", ()) if tree.endswith(".json")]
+    files = [(str(path), file_sha256(path)) for path in (*paths, heads, *trees) if path.is_file()]
     return json.loads(json.dumps({"options": options, "sha256": files, "versions": versions(), "commit": commit(), "dtype": "float32"}))

@@ -149,3 +149,36 @@ def test_a_run_that_fails_is_named(arguments: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(compare_objectives, "subprocess", failing)
     with pytest.raises(ValueError, match="training ce-decay-seed0 ended with status 2"):
         tyro.cli(CompareObjectives, args=arguments).run()
+
+
+def test_a_folder_holds_one_data_set_once_training_began(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, a mistyped option is mended by the right one."""
+
+    def begin(command: list[str], **_: Any) -> SimpleNamespace:
+        (tmp_path / "out/ce-decay-seed0").mkdir(exist_ok=True)
+        (tmp_path / "out/ce-decay-seed0/history.jsonl").touch()
+        return SimpleNamespace(returncode=2)
+
+    monkeypatch.setattr(compare_objectives, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=2)))
+    for steps in ("5", "4"):  # the first by mistake
+        with pytest.raises(ValueError, match="ended with status 2"):
+            tyro.cli(CompareObjectives, args=[*arguments, "--max-steps", steps]).run()
+    monkeypatch.setattr(compare_objectives, "subprocess", SimpleNamespace(run=begin))
+    with pytest.raises(ValueError, match="ended with status 2"):
+        tyro.cli(CompareObjectives, args=arguments).run()
+    (tmp_path / "data.jsonl").write_text((tmp_path / "data.jsonl").read_text() * 2)
+    with pytest.raises(ValueError, match=r"was begun with other settings \(.*data\.jsonl\)"):
+        tyro.cli(CompareObjectives, args=arguments).run()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--objectives", "kll", "--objectives kll: write some of ce, kl"),
+        ("--slot-weights", "even", "--slot-weights even: write some of decay"),
+        ("--validation", "absent.jsonl", "--validation absent.jsonl: no such file"),
+    ],
+)
+def test_wrong_names_are_told_before_any_training(arguments: list[str], option: str, value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tyro.cli(CompareObjectives, args=[*arguments, option, value]).run()

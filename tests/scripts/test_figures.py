@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ROOT / "scripts" / "demo_bench_prompts.jsonl"
+OTHER_PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
 
 
 @pytest.mark.slow
@@ -23,5 +24,8 @@ def test_exact_and_accepting_on_two_prompts(tmp_path: Path) -> None:
     assert len(exact) == 5 and set(exact.values()) == {1.0}
     acceptance = json.loads((tmp_path / "acceptance.json").read_text())
     assert all(length > 1.2 for length in acceptance["figures"].values())
-    never = json.loads((tmp_path / "exact.json").read_text())
-    assert never["num_prompts"] == 2
+    assert json.loads((tmp_path / "exact.json").read_text())["num_prompts"] == 2
+    again = [*command, *options, "--parts", "exact"]
+    for change, named in ((["--limit-gsm8k", "2"], "limit_gsm8k"), (["--gsm8k", str(OTHER_PROMPTS)], "the content of gsm8k")):
+        refused = subprocess.run([*again, *change], capture_output=True, text=True, timeout=100)
+        assert refused.returncode == 2 and f"holds figures of other settings ({named})" in refused.stderr

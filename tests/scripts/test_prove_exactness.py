@@ -15,6 +15,7 @@ from torch import Tensor
 from infer.candidates import Candidates
 from infer.generate import Generator
 from infer.proof.exactness import check_answer, plain_answers, wrong_end
+from infer.proof.setup import settings_of
 from infer.target import GreedyTarget
 from infer.verify import Verification
 from medusa_heads.cli import run_command
@@ -41,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def proof(folders: dict[str, Any], output: Path, **options: Any) -> ProveExactness:
     defaults: dict[str, Any] = {"prompts": (PROMPTS,), "num_prompts": NUM_PROMPTS, "num_plain": 4, "max_new_tokens": 12, "device": "cpu"}
-    return ProveExactness(output=output, **folders, **(defaults | options))
+    return ProveExactness(output=output, **(folders | defaults | options))
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -126,13 +127,29 @@ def test_several_processes_share_the_cells(saved: Any, tmp_path: Path, capsys: p
     assert found["num_prompts"] == 8 and found["num_different_tokens"] == 0 and "3/3" in captured.err
 
 
+def test_cells_belong_to_files_in_their_order_and_to_what_heads_and_trees_hold(tmp_path: Path) -> None:
+    names = {name: tmp_path / name / "same.json" for name in ("a", "b", "tree")} | {"heads": tmp_path / "heads/model.safetensors"}
+    for name, path in names.items():
+        path.parent.mkdir()
+        path.write_text(name)
+    (tmp_path / "heads/config.json").write_text("{}")
+    options = {"base": "x", "heads": str(tmp_path / "heads"), "trees": [str(names["tree"])]}
+    first = settings_of(options, [names["a"], names["b"]])
+    assert settings_of(options, [names["a"], names["b"]]) == first != settings_of(options, [names["b"], names["a"]])
+    for path in names.values():
+        before = path.read_text()
+        path.write_text("changed")
+        assert settings_of(options, [names["a"], names["b"]]) != first
+        path.write_text(before)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_prompts": 13}, "--num-prompts 13, but --prompts hold 12: ask for fewer or give more files"),
         ({"num_plain": 13}, "--num-plain 13 must lie between 0 and the 12 of --num-prompts"),
         ({"trees": ("auto",)}, "--trees auto is chosen by measurement: name the trees"),
-        ({"num_processes": 0}, "--num-processes 0 must be at least 1"),
+        ({"num_processes": 0, "heads": "pretrained"}, "--num-processes 0 must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def proof(folders: dict[str, Any], output: Path, **options: Any) -> ProveSamplin
         "trees": ("beam:8",),
         "device": "cpu",
     }
-    return ProveSampling(prompts=(PROMPTS,), output=output, **folders, **(defaults | options))
+    return ProveSampling(prompts=(PROMPTS,), output=output, **(folders | defaults | options))
 
 
 def test_all_verifiers_are_reported_and_sample_and_match_is_within(
