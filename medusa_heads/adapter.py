@@ -21,6 +21,7 @@ from medusa_heads.replacing import replacing_folder
 from medusa_heads.suggest import suggest
 
 ADAPTER_DIR = "adapter"  # beside the heads that were trained with it
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, SafetensorError)  # what peft raises for bad files
 ALL_LINEAR = "all-linear"  # peft's own word: every linear layer but the LM head
 
 
@@ -49,24 +50,14 @@ class Adapter:
         """Raises ValueError when the folder holds no LoRA adapter that fits, or one that adapts the LM head."""
         if not (folder / "adapter_config.json").is_file():
             raise ValueError(f"--adapter {folder}: no adapter_config.json there; give the folder `{ADAPTER_DIR}` of heads trained with one")
+        check_kind(folder)
         tied = _tied(base)
         try:
-            try:
-                with _without_advice():
-                    config = PeftConfig.from_pretrained(str(folder))
-                    check_config(config, folder)
-                    model = PeftModel.from_pretrained(base, str(folder))
-            except _Unmergeable:
-                raise
-            except (ValueError, TypeError, LookupError, AttributeError, OSError, RuntimeError, SafetensorError) as error:
-                reason = " ".join(str(error).split())[:200]
-                raise ValueError(f"--adapter {folder} does not fit this base ({reason}): give the base it was trained on") from error
+            model = _put_in(base, folder)
             if any(isinstance(m, LoraLayer | ModulesToSaveWrapper) for m in (base_model.lm_head(base), base.get_input_embeddings())):
                 raise ValueError(f"--adapter {folder}: {_never_adapted(tied)}")
             if problem := _what_is_missing(model, folder):
-                raise ValueError(
-                    f"--adapter {folder} does not fit this base ({problem}): give the base it was trained on, or copy it again"
-                )
+                raise ValueError(_does_not_fit(folder, problem))
         except ValueError:
             _withdraw(base)
             raise
@@ -115,7 +106,7 @@ class Adapter:
             try:
                 layer.merge()  # type: ignore[attr-defined]
             except (RuntimeError, NotImplementedError) as error:
-                raise ValueError(f"the adapter cannot be merged into the base's weights ({' '.join(str(error).split())})") from error
+                raise ValueError(f"the adapter cannot be merged into the base's weights ({_one_line(error)})") from error
             layer.get_base_layer().to(dtype)
         merged = self.model.base_model.unload()  # type: ignore[operator]
         merged.__dict__.pop("peft_config", None)
@@ -123,17 +114,33 @@ class Adapter:
         return merged  # type: ignore[no-any-return]
 
 
-class _Unmergeable(ValueError):
-    """An adapter of a kind that no merged weights can stand for."""
-
-
-def check_config(config: PeftConfig, folder: Path) -> None:
+def check_kind(folder: Path) -> None:
     """Raises ValueError for what is not LoRA, or does more than add to the weights of its layers."""
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except UNREADABLE as error:
+        raise ValueError(f"--adapter {folder}: its adapter_config.json cannot be read ({_one_line(error)})") from error
     if not isinstance(config, LoraConfig):
-        raise _Unmergeable(f"--adapter {folder} is of type {config.peft_type}: only LoRA can be merged here")
+        raise ValueError(f"--adapter {folder} is of type {config.peft_type}: only LoRA can be merged here")
     for option in ("trainable_token_indices", "layer_replication", "alora_invocation_tokens"):
         if getattr(config, option, None):
-            raise _Unmergeable(f"--adapter {folder} has {option}, which cannot be merged here: only what LoRA adds to linear layers can")
+            raise ValueError(f"--adapter {folder} has {option}, which cannot be merged here: only what LoRA adds to linear layers can")
+
+
+def _put_in(base: PreTrainedModel, folder: Path) -> PeftModel:
+    try:
+        with _without_advice():
+            return PeftModel.from_pretrained(base, str(folder))
+    except UNREADABLE as error:
+        raise ValueError(_does_not_fit(folder, _one_line(error))) from error
+
+
+def _does_not_fit(folder: Path, reason: str) -> str:
+    return f"--adapter {folder} does not fit this base ({reason}): give the base it was trained on, or copy it again"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _withdraw(base: PreTrainedModel) -> None:
