@@ -170,7 +170,8 @@ class CompareObjectives:
     def counts(self, heads: HeadsCheckpoint, model: PreTrainedModel, prompts: dict[str, list[list[int]]]) -> dict[str, dict[str, Any]]:
         """[condition][file]: steps and accepted tokens of every prompt."""
         found: dict[str, dict[str, Any]] = {}
-        depth, limits = heads.config.num_heads, {"max_new_tokens": self.max_new_tokens, "eos_ids": base_model.end_of_sequence_ids(model)}
+        depth = heads.config.num_heads
+        limits = dict[str, Any](max_new_tokens=self.max_new_tokens, eos_ids=base_model.end_of_sequence_ids(model))
         for (name, condition), file in product(CONDITIONS.items(), prompts):
             parsed = parse_tree(condition.tree, heads)
             assert parsed is not None
