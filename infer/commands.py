@@ -76,71 +76,11 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generate(SamplingOptions):
-    """Answer one prompt, streamed as it comes; the text follows the base model's own law, greedy by default."""
-
-    prompt: str
-    """The user's message, or `-` to read it from standard input."""
-    system: str | None = None
-    """A system message before it."""
-    base: str = "embedded"
-    """Base model: `embedded`, a local folder or a hub id."""
-    base_quantization: Quantization = "none"
-    """Packs the base's weights into 8bit or 4bit (nf4), by bitsandbytes; heads serve the form that they were trained on."""
-    revision: str | None = None
-    """Revision of the base model on the hub."""
-    heads: str | None = None
-    """Heads: `pretrained`, `pretrained:NAME`, a folder, or `none` for plain decoding. Default: `pretrained` with the embedded base."""
-    max_new_tokens: int = 512
-    """Longest answer in tokens."""
-    stop: Annotated[tuple[str, ...], OPTIONAL] = ()
-    """Strings that end the answer; they are not printed."""
-    tree: str = "auto"
-    """auto, tuned, chain, beam:N, static:N or FILE.json; N nodes besides the root. auto measures this machine,
-    tuned is what `medusa-heads tree` stored with the heads."""
-    dtype: Dtype | None = None
-    """Number type of the base model and the heads; by default the base checkpoint's own."""
-    device: str = "auto"
-    """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
-    show_stats: bool = False
-    """Print speed and acceptance to standard error at the end."""
-
-    def run(self) -> None:
-        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
-        if not prompt.strip():
-            raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
-        config = self.generation_config()
-        check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
-        self.warn()
-        generator, tokenizer = load_generator(
-            self.base,
-            self.heads,
-            tree=self.tree,
-            dtype=self.dtype,
-            device=self.device,
-            quantization=self.base_quantization,
-            revision=self.revision,
-        )
-        ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
-        answer = stream(
-            generator,
-            ids,
-            max_new_tokens=self.max_new_tokens,
-            stop=self.stop,
-            generation_config=config,
-            seed=self.seed,
-            verifier=self.verifier,
-        )
-        if self.show_stats:
-            print(answer.summary(), file=sys.stderr)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chat(SamplingOptions):
-    """Talk to the model, turn by turn: /reset forgets the conversation, /quit (or end of input) ends it."""
+class ConversationOptions(SamplingOptions):
+    """What is talked to, and how."""
 
     system: str | None = None
-    """A system message before the conversation."""
+    """A system message at the beginning."""
     base: str = "embedded"
     """Base model: `embedded`, a local folder or a hub id."""
     base_quantization: Quantization = "none"
@@ -161,11 +101,12 @@ class Chat(SamplingOptions):
     device: str = "auto"
     """auto (CUDA where there is a device), cpu, cuda or cuda:N."""
 
-    def run(self) -> None:
-        self.generation_config()  # impossible options are refused before the model is loaded
+    def load(self) -> tuple[Generator, Any]:
+        """The generator and the tokenizer. Impossible options are refused before anything is loaded."""
+        self.generation_config()
         check_heads_options(self.heads, tree=self.tree, verifier=self.verifier, temperature=self.temperature)
         self.warn()
-        generator, tokenizer = load_generator(
+        return load_generator(
             self.base,
             self.heads,
             tree=self.tree,
@@ -174,9 +115,47 @@ class Chat(SamplingOptions):
             quantization=self.base_quantization,
             revision=self.revision,
         )
+
+    def settings(self) -> dict[str, Any]:
+        """Of every answer."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "stop": self.stop,
+            "generation_config": self.generation_config(),
+            "seed": self.seed,
+            "verifier": self.verifier,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate(ConversationOptions):
+    """Answer one prompt, streamed as it comes; the text follows the base model's own law, greedy by default."""
+
+    prompt: str
+    """The user's message, or `-` to read it from standard input."""
+    show_stats: bool = False
+    """Print speed and acceptance to standard error at the end."""
+
+    def run(self) -> None:
+        prompt = sys.stdin.read() if self.prompt == "-" else self.prompt
+        if not prompt.strip():
+            raise ValueError("--prompt is empty: write a message, or `-` and pass it on standard input")
+        generator, tokenizer = self.load()
+        ids = encode_chat(tokenizer, [*system_message(self.system), {"role": "user", "content": prompt}])
+        answer = stream(generator, ids, **self.settings())
+        if self.show_stats:
+            print(answer.summary(), file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat(ConversationOptions):
+    """Talk to the model, turn by turn: /reset forgets the conversation, /quit (or end of input) ends it."""
+
+    def run(self) -> None:
+        generator, tokenizer = self.load()
         messages = system_message(self.system)
         # What no message can mend is told before the first one.
-        generator.prepare([encode_chat(tokenizer, [*messages, {"role": "user", "content": "Hello"}])], **self._settings())
+        generator.prepare([encode_chat(tokenizer, [*messages, {"role": "user", "content": "Hello"}])], **self.settings())
         if sys.stdin.isatty():
             print("/reset forgets the conversation, /quit ends it.", file=sys.stderr)
         while (line := read_line()) is not None and line.strip() != "/quit":
@@ -186,20 +165,11 @@ class Chat(SamplingOptions):
             elif line.strip():
                 messages = self._turn(generator, tokenizer, messages, line)
 
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "stop": self.stop,
-            "generation_config": self.generation_config(),
-            "seed": self.seed,
-            "verifier": self.verifier,
-        }
-
     def _turn(self, generator: Generator, tokenizer: Any, messages: list[dict[str, str]], line: str) -> list[dict[str, str]]:
         """Answers one message. Returns the conversation so far, unchanged where the message does not fit."""
         asked = [*messages, {"role": "user", "content": line}]
         try:
-            answer = stream(generator, encode_chat(tokenizer, asked), **self._settings())
+            answer = stream(generator, encode_chat(tokenizer, asked), **self.settings())
         except ValueError as error:
             print(f"error: {error} (/reset begins a new conversation)", file=sys.stderr)
             return messages

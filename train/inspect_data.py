@@ -33,6 +33,8 @@ class InspectData:
     """Shape of the rows: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
     base: str = "embedded"
     """Base model whose tokenizer and chat template are used: `embedded`, a local folder or a hub id."""
+    revision: str | None = None
+    """Its revision on the hub."""
     num_rows: int = 3
     """Rows to print of each."""
     max_length: int = 2048
@@ -45,7 +47,7 @@ class InspectData:
         if self.num_rows < 0:
             raise ValueError(f"--num-rows {self.num_rows}: it must be 0 or more")
         console = Console(soft_wrap=True, highlight=False)
-        tokenizer = base_model.load_tokenizer(self.base)
+        tokenizer = base_model.load_tokenizer(self.base, revision=self.revision)
         summary = []
         for source in self.data:
             rows, counts = tokenize_dataset([source], tokenizer, max_length=self.max_length, data_format=self.data_format)

@@ -134,7 +134,8 @@ class TuneTree:
 
     def _command(self) -> dict[str, Any]:
         """Options that the facts hold in another form: with them the same can be measured again elsewhere."""
-        return {"base_quantization": self.base_quantization, "prompts": str(self.prompts), "limit": self.limit}
+        names = ("base_quantization", "revision", "limit")
+        return {name: getattr(self, name) for name in names} | {"prompts": str(self.prompts)}
 
     def _report(self, document: dict[str, Any]) -> None:
         print_tuning(document)

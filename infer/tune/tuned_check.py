@@ -54,6 +54,7 @@ def tune_command(document: Mapping[str, Any], model: PreTrainedModel, *, heads: 
     options = {
         "base": settings.get("base", "BASE"),
         "base-quantization": settings.get("base_quantization"),
+        "revision": settings.get("revision"),
         "heads": heads,
         "prompts": settings.get("prompts") or document.get("prompts", {}).get("file", "PROMPTS"),
         "limit": settings.get("limit"),

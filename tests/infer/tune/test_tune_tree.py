@@ -231,11 +231,19 @@ def test_the_command_that_a_warning_names_measures_what_is_missing(
 
 
 def test_the_command_names_what_the_base_was_loaded_with() -> None:
-    settings = {"base": "some/base", "base_quantization": "4bit", "prompts": "data/my own.jsonl", "max_new_tokens": 64, "limit": None}
+    settings = {
+        "base": "some/base",
+        "base_quantization": "4bit",
+        "revision": "v1",
+        "prompts": "data/my own.jsonl",
+        "max_new_tokens": 64,
+        "limit": None,
+    }
     command = tune_command({"settings": settings}, MODEL, heads=Path("my heads"), batch_size=8)
     assert parse_command(TuneTree, shlex.split(command)[2:], prog="") == TuneTree(
         base="some/base",
         base_quantization="4bit",
+        revision="v1",
         heads="my heads",
         prompts=Path("data/my own.jsonl"),
         max_new_tokens=64,
