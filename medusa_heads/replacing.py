@@ -59,12 +59,12 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def refuse_occupied(folder: Path) -> None:
-    """Raises ValueError when something lies where --output is to be written."""
+def refuse_occupied(folder: Path, option: str = "--output") -> None:
+    """Raises ValueError naming `option` when something lies where it is to be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output {folder} is not empty: choose another folder")
+        raise ValueError(f"{option} {folder} is not empty: choose another folder")
     if folder.is_mount():
-        raise ValueError(f"--output {folder} is a mount point, and cannot be replaced by what is written: choose a folder in it")
+        raise ValueError(f"{option} {folder} is a mount point, and cannot be replaced by what is written: choose a folder in it")
 
 
 def remove_abandoned(parent: Path, prefix: str) -> None:

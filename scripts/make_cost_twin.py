@@ -26,19 +26,20 @@ class MakeCostTwin:
     """Write the embedded model, its heads, or both, at the cost of a 7B model."""
 
     output: Path | None = None
-    """Folder for the model (bfloat16) and its tokenizer."""
+    """Folder for the model (bfloat16) and its tokenizer; it must be empty or absent."""
     heads: str = "pretrained"
     """Heads of the embedded model to widen."""
     heads_output: Path | None = None
-    """Folder for the widened heads (bfloat16)."""
+    """Folder for the widened heads (bfloat16); it must be empty or absent."""
     device: str = "auto"
     """Where the twin is built: auto is a GPU where there is one."""
 
     def run(self) -> None:
-        if self.output is None and self.heads_output is None:
-            raise ValueError("nothing to write: give --output, --heads-output or both")
-        if self.output is not None:
-            refuse_occupied(self.output)
+        if self.output == self.heads_output:
+            raise ValueError("give --output, --heads-output or both, each a folder of its own")
+        for option, written in (("--output", self.output), ("--heads-output", self.heads_output)):
+            if written is not None:
+                refuse_occupied(written, option)
         device = pick_device(self.device)
         twin, tokenizer = load_twin(device=device)
         if self.output is not None:

@@ -46,6 +46,14 @@ def test_twin_and_heads_are_written_and_belong_together(script: Any, tmp_path: P
     assert checkpoint.acceptance == {1: 1.5} and checkpoint.static_nodes == {(0,): 0.5, (0, 0): 0.25}
 
 
-def test_nothing_to_write_is_refused(script: Any) -> None:
-    with pytest.raises(ValueError, match="give --output, --heads-output or both"):
-        script.MakeCostTwin().run()
+def test_outputs_are_refused_before_the_work(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, one folder for both, and either where something lies."""
+    monkeypatch.setattr(script, "load_twin", lambda device: pytest.fail("the twin was built"))
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied/file").touch()
+    for outputs in ({}, {"output": tmp_path / "new", "heads_output": tmp_path / "new"}):
+        with pytest.raises(ValueError, match="give --output, --heads-output or both, each a folder of its own"):
+            script.MakeCostTwin(**outputs).run()
+    for option in ("output", "heads_output"):
+        with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} .*occupied is not empty: choose another folder"):
+            script.MakeCostTwin(**{option: tmp_path / "occupied"}).run()
