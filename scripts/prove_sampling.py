@@ -86,6 +86,9 @@ class ProveSampling:
         prompts_in_turn(self.prompts, self.num_prompts)
         if "auto" in self.trees:
             raise ValueError("--trees auto is chosen by measurement: name the trees, such as chain or beam:8")
+        drawn = [verifier for verifier, _ in DRAWN]
+        if unknown := set(self.drawn) - set(drawn):
+            raise ValueError(f"--drawn {', '.join(sorted(unknown))}: no exact verifier of drawn drafts; write some of {', '.join(drawn)}")
         if self.num_steps < 2:
             raise ValueError(f"--num-steps {self.num_steps}: a standard error needs at least 2")
         options = {k: v for k, v in asdict(self).items() if k not in ("output", "prompts", "num_processes", "trees", "drawn")}

@@ -113,6 +113,7 @@ def test_a_killed_run_goes_on(folders: dict[str, str], tmp_path: Path, monkeypat
     [
         ({"num_prompts": 13}, "--num-prompts 13, but --prompts hold 12"),
         ({"trees": ("auto",)}, "--trees auto is chosen by measurement"),
+        ({"drawn": ("block", "typical")}, "--drawn typical: no exact verifier of drawn drafts; write some of token-rejection, block"),
         ({"num_steps": 1}, "--num-steps 1: a standard error needs at least 2"),
         ({"max_new_tokens": 480}, "--prompts hold one of .* tokens, and --max-new-tokens 480 leave room for 29"),
     ],
