@@ -1,4 +1,4 @@
-"""Options that take a list: what --help says of one that is empty by default; refused where one is given twice."""
+"""What options of several commands share: lists that may be empty, lists given twice, sizes below 1."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from typing import Any, get_origin, get_type_hints
 import tyro
 
 OPTIONAL = tyro.conf.arg(help_behavior_hint="(optional)")  # annotates a list that is empty by default: tyro's hint would be "(default: )"
+
+
+def require_positive(**options: int | None) -> None:
+    """Raises ValueError naming the first of the options, by field name, that is below 1; None is not given."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def refuse_repeated_lists(command: type[Any], arguments: Sequence[str]) -> None:

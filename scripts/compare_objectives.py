@@ -49,6 +49,7 @@ from infer.tree_spec import parse_tree
 from infer.tune.answer_acceptance import text_hidden_states
 from infer.tune.replay import expected_replay, replay
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads
 from medusa_heads.versions import commit, versions
 from train.acceptance import spread
@@ -109,6 +110,7 @@ class CompareObjectives:
         for option, given, known in (("--objectives", self.objectives, OBJECTIVES), ("--slot-weights", self.slot_weights, SLOT_WEIGHTS)):
             if unknown := set(given) - set(known):
                 raise ValueError(f"{option} {', '.join(unknown)}: write some of {', '.join(known)}")
+        require_positive(max_steps=self.max_steps, limit=self.limit, max_new_tokens=self.max_new_tokens)
         settings = self.checked_settings()
         heads = [f"{objective}-{weights}" for objective, weights in product(self.objectives, self.slot_weights)]
         for seed, name in tqdm([*product(self.seeds, heads)], desc="training", unit="run", file=sys.stderr):

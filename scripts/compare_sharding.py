@@ -30,7 +30,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from medusa_heads.arguments import OPTIONAL
+from medusa_heads.arguments import OPTIONAL, require_positive
 from medusa_heads.cli import run_command
 from medusa_heads.versions import commit, versions
 from train.history import FILE_NAME, read_history
@@ -69,6 +69,8 @@ class CompareSharding:
     """How far the losses of a step may lie apart."""
 
     def run(self) -> None:
+        sizes = {"batch_size": self.batch_size, "pack_length": self.pack_length, "num_heads": self.num_heads}
+        require_positive(num_gpus=min(self.num_gpus, default=0), **sizes)
         if self.steps < 2:
             raise ValueError(f"--steps {self.steps}: at least 2, the first third is not timed")
         if ZERO_STAGES.keys() & set(self.strategies) and not find_spec("deepspeed"):

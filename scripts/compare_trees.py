@@ -41,6 +41,7 @@ from infer.tree_spec import parse_tree
 from infer.tune.auto_tree import expected_length as expected_beam_length
 from infer.tune.tuned_check import engine_name
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, save_heads
 from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
@@ -81,6 +82,7 @@ class CompareTrees:
     @torch.inference_mode()
     def run(self) -> None:
         base_model.quiet_transformers()
+        require_positive(limit=self.limit, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
         if self.json is not None:
             check_writable(self.json, "--json")
         model, tokenizer = load_model(self.base, dtype=self.dtype, device=self.device)

@@ -39,6 +39,7 @@ from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree_spec import parse_tree
 from infer.verifiers import NO_DRAFTER, SHAPE_NEEDED, BestVerifier, SampledShape, VerifierChoice, is_lossless
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import load_heads
 from medusa_heads.cli import run_command
 from medusa_heads.versions import commit, versions
@@ -128,6 +129,7 @@ class CompareVerifiers:
     def check(self) -> None:
         drafter_names(",".join(self.drafters))  # refuses unknown ones
         check_options(self.drafters, heads=(self.heads,) if "heads" in self.drafters else (), draft_model=self.draft_model)
+        require_positive(limit=self.limit, max_new_tokens=self.max_new_tokens, batch_sizes=min(self.batch_sizes, default=0))
         if len(self.temperatures) != len(self.top_ps):
             raise ValueError(f"--top-ps has {len(self.top_ps)} values and --temperatures {len(self.temperatures)}: give one for each")
         if min(self.temperatures) <= 0:

@@ -32,6 +32,7 @@ from infer.output_file import check_writable, write_text
 from infer.prompts import encode_chat, file_sha256, load_prompts
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import load_heads, resolve_heads
 from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
@@ -69,6 +70,8 @@ class Figures:
 
     def run(self) -> None:
         base_model.quiet_transformers()
+        limits = {"limit_mt_bench": self.limit_mt_bench, "limit_gsm8k": self.limit_gsm8k}
+        require_positive(**limits, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
         for option, path in (("--mt-bench", self.mt_bench), ("--gsm8k", self.gsm8k)):
             if not path.is_file():
                 raise ValueError(f"{option} {path}: no such file")

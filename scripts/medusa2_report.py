@@ -33,6 +33,7 @@ from infer.loading import Dtype, pick_device
 from infer.output_file import check_writable, write_text
 from infer.prompts import Prompt, encode_chat, file_sha256, load_prompts
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.fingerprint import fingerprint
 from medusa_heads.versions import commit, versions
 from train.conversations import Conversation, read_conversations
@@ -74,11 +75,11 @@ class Medusa2Report:
 
     def run(self) -> None:
         base_model.quiet_transformers()
+        sizes = {"max_length": self.max_length, "max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size}
+        require_positive(limit=self.limit, **sizes)
         check_writable(self.output, "--output")
         if not (Path(self.tuned) / "config.json").is_file():
             raise ValueError(f"--tuned {self.tuned}: no model there; give the folder that `medusa-heads merge` wrote")
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"--limit {self.limit}: must be at least 1")
         texts, questions = self.texts(), self.questions()
         models = {"untouched": self.base, "tuned": self.tuned}
         found: dict[str, dict[str, float]] = {kind: {} for kind in texts}

@@ -33,6 +33,7 @@ from infer.proof.exactness import check_answer, plain_answers
 from infer.proof.setup import load_in_float32, prompts_in_turn, settings_of
 from infer.tree_spec import parse_tree
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import HeadsCheckpoint
 from medusa_heads.cli import run_command
 
@@ -69,6 +70,7 @@ class ProveExactness:
 
     def run(self) -> int:
         self.chosen()
+        require_positive(max_new_tokens=self.max_new_tokens, batch_sizes=min(self.batch_sizes, default=0))
         if "auto" in self.trees:
             raise ValueError("--trees auto is chosen by measurement: name the trees to prove, such as chain or beam:8")
         names = [*self.grid(), PLAIN]

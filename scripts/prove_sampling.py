@@ -37,6 +37,7 @@ from infer.proof.setup import load_in_float32, prompts_in_turn, settings_of
 from infer.tree_spec import parse_tree
 from infer.verifiers import VerifierChoice
 from medusa_heads import base_model
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import HeadsCheckpoint
 from medusa_heads.cli import run_command
 
@@ -84,6 +85,7 @@ class ProveSampling:
 
     def run(self) -> int:
         prompts_in_turn(self.prompts, self.num_prompts)
+        require_positive(max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
         if "auto" in self.trees:
             raise ValueError("--trees auto is chosen by measurement: name the trees, such as chain or beam:8")
         drawn = [verifier for verifier, _ in DRAWN]

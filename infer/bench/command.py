@@ -30,7 +30,7 @@ from infer.loading import Dtype, LoadedHeads, load_model
 from infer.output_file import check_writable, write_text
 from infer.prompts import Prompt, encode_chat, file_sha256, load_prompts
 from medusa_heads import base_model
-from medusa_heads.arguments import OPTIONAL
+from medusa_heads.arguments import OPTIONAL, require_positive
 from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
 
@@ -128,9 +128,7 @@ class Bench(SamplingOptions):
         self.generation_config()
         check_verifiable(names, self.verifier, tree=self.tree, temperature=self.temperature)
         self.warn()
-        for option, value in (("--max-new-tokens", self.max_new_tokens), ("--batch-size", self.batch_size)):
-            if value < 1:
-                raise ValueError(f"{option} {value}: must be at least 1")
+        require_positive(max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
         for option, path in (("--json", self.json), ("--plot", self.plot), ("--html", self.html)):
             if path is not None:
                 check_writable(path, option)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from infer.output_file import write_text
+from medusa_heads.arguments import require_positive
 
 POLL_SECONDS = 0.2
 
@@ -31,8 +32,7 @@ def run_cells(work: Work, names: Sequence[str], folder: Path, *, settings: dict[
     settings: what the results depend on, stored with each. num_processes: on a GPU a step is bound by its launch
     from Python, so several processes share one. Raises ValueError where `folder` holds cells of other settings.
     """
-    if num_processes < 1:
-        raise ValueError(f"--num-processes {num_processes} must be at least 1")
+    require_positive(num_processes=num_processes)
     folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names if not is_finished(folder / f"{name}.json", settings)]
     with tqdm(total=len(names), initial=len(names) - len(missing), unit="cell", file=sys.stderr) as bar:

@@ -37,6 +37,7 @@ from infer.tune.pieces import Pieces
 from infer.tune.tune_report import plot_tuning, print_tuning
 from infer.tune.tune_store import finished, store
 from infer.tune.tuned_check import engine_name
+from medusa_heads.arguments import require_positive
 from medusa_heads.checkpoint import HeadsCheckpoint, load_heads, resolve_heads
 from medusa_heads.quantization import Quantization
 from medusa_heads.versions import commit, versions
@@ -144,9 +145,7 @@ class TuneTree:
 
     def _check(self, folder: Path) -> None:
         """Everything that can be refused before the work starts."""
-        for option, value in (("--max-new-tokens", self.max_new_tokens), ("--batch-size", self.batch_size)):
-            if value < 1:
-                raise ValueError(f"{option} {value}: must be at least 1")
+        require_positive(max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
         if self.output is None:
             try:
                 check_writable(folder / TUNED_FILE, "--heads")

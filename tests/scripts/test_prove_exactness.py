@@ -149,7 +149,7 @@ def test_cells_belong_to_files_in_their_order_and_to_what_heads_and_trees_hold(t
         ({"num_prompts": 13}, "--num-prompts 13, but --prompts hold 12: ask for fewer or give more files"),
         ({"num_plain": 13}, "--num-plain 13 must lie between 0 and the 12 of --num-prompts"),
         ({"trees": ("auto",)}, "--trees auto is chosen by measurement: name the trees"),
-        ({"num_processes": 0, "heads": "pretrained"}, "--num-processes 0 must be at least 1"),
+        ({"num_processes": 0, "heads": "pretrained"}, "--num-processes 0: must be at least 1"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
