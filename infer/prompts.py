@@ -103,7 +103,8 @@ def _reference(value: Any) -> str | None:
 
 def file_sha256(path: str | Path) -> str:
     """SHA-256 of a file's bytes, as stored."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:

@@ -43,8 +43,9 @@ from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.hardware import hardware
 from infer.loading import load_model
-from infer.output_file import check_writable, write_text
-from infer.prompts import encode_chat, file_sha256, load_prompts
+from infer.made_with import made_with, settle
+from infer.output_file import write_text
+from infer.prompts import encode_chat, load_prompts
 from infer.tree_spec import parse_tree
 from infer.tune.answer_acceptance import text_hidden_states
 from infer.tune.replay import expected_replay, replay
@@ -121,25 +122,20 @@ class CompareObjectives:
         found = {name: [self.decoded(self.output / f"{name}-seed{seed}", model, prompts) for seed in self.seeds] for name in heads}
         report = make_report(found, bench=[*map(str, self.bench)])
         print_report(report)
-        report |= {"settings": settings, "hardware": hardware(model.device), "versions": versions(), "commit": commit()}
+        report |= settings | {"hardware": hardware(model.device), "versions": versions(), "commit": commit()}
         write_text(self.output / "report.json", json.dumps(report) + "\n")
         print(json.dumps(report))
 
-    def checked_settings(self) -> dict[str, str]:
+    def checked_settings(self) -> dict[str, Any]:
         """What all runs of a folder share. Raises ValueError when it was begun with others."""
-        path, free = self.output / "settings.json", ("output", "objectives", "slot_weights", "seeds", "device")
-        settings = {name: str(value) for name, value in asdict(self).items() if name not in free}
+        free = ("output", "objectives", "slot_weights", "seeds", "device")
+        options = {name: value for name, value in asdict(self).items() if name not in free}
         files = {"--validation": [self.validation], "--bench": self.bench, "--config": [self.config] if self.config else []}
         if absent := next((f"{option} {path}" for option, paths in files.items() for path in paths if not path.is_file()), None):
             raise ValueError(f"{absent}: no such file")
         data = [Path(path) for path in self.data if Path(path).is_file()]
-        settings |= {str(path): file_sha256(path) for path in itertools.chain(data, *files.values())}
-        check_writable(path, "--output")
-        begun = any(self.output.glob("*/history.jsonl"))  # before, nothing depends on them
-        before = json.loads(path.read_text()) if begun and path.exists() else settings
-        if changed := [name for name in settings if before.get(name) != settings[name]]:
-            raise ValueError(f"--output {self.output} was begun with other settings ({', '.join(changed)}): choose another folder")
-        write_text(path, json.dumps(settings))
+        settings = made_with(options, {str(path): path for path in itertools.chain(data, *files.values())})
+        settle(self.output, settings, begun=any(self.output.glob("*/history.jsonl")))
         return settings
 
     def train(self, heads: str, seed: int) -> None:

@@ -28,8 +28,9 @@ from infer.drafters import Drafter
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.hardware import hardware
+from infer.made_with import made_with, refuse_other_settings
 from infer.output_file import check_writable, write_text
-from infer.prompts import encode_chat, file_sha256, load_prompts
+from infer.prompts import encode_chat, load_prompts
 from infer.tree_spec import BeamTree, parse_tree
 from medusa_heads import base_model
 from medusa_heads.arguments import require_positive
@@ -75,34 +76,25 @@ class Figures:
         for option, path in (("--mt-bench", self.mt_bench), ("--gsm8k", self.gsm8k)):
             if not path.is_file():
                 raise ValueError(f"{option} {path}: no such file")
+        made = self.made_with()
         files = {part: self.output / f"{part}.json" for part in self.parts}
         for path in files.values():
             check_writable(path, "--output")
-            if path.exists() and (changed := self.changed(json.loads(path.read_text()))):
-                raise ValueError(f"--output {self.output} holds figures of other settings ({', '.join(changed)}): choose another folder")
+            if path.exists():
+                refuse_other_settings(self.output, json.loads(path.read_text()), made)
         for part, path in files.items():
             if not path.exists():
                 found = {"exact": self.exact, "acceptance": self.acceptance, "speed": self.speed}[part]()
-                write_text(path, json.dumps(found | self.facts(), indent=1) + "\n")
+                write_text(path, json.dumps(found | made | self.facts(), indent=1) + "\n")
             print(f"{part}: {json.dumps(json.loads(path.read_text())['figures'])}")
 
-    def changed(self, before: dict[str, Any]) -> list[str]:
-        """What figures depend on and these were not made with."""
-        now, free = self.made_with(), ("output", "parts", "device", *self.files())
-        settings = [name for name, value in now["settings"].items() if name not in free and before["settings"].get(name) != value]
-        return settings + [f"the content of {name}" for name, digest in now["sha256"].items() if before["sha256"].get(name) != digest]
-
     def made_with(self) -> dict[str, Any]:
-        options = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        files = self.files() | {"heads": resolve_heads(self.heads) / "model.safetensors"}
-        return {"settings": json.loads(json.dumps(options)), "sha256": {name: file_sha256(path) for name, path in files.items()}}
+        free = ("output", "parts", "device", *self.files())
+        options = {name: value for name, value in asdict(self).items() if name not in free}
+        return made_with(options, self.files() | {"heads": resolve_heads(self.heads) / "model.safetensors"})
 
     def facts(self) -> dict[str, Any]:
-        return self.made_with() | {
-            "hardware": hardware(torch.device(self.device)),
-            "versions": versions(),
-            "commit": commit(),
-        }
+        return {"hardware": hardware(torch.device(self.device)), "versions": versions(), "commit": commit()}
 
     def files(self) -> dict[str, Path]:
         return {"mt_bench": self.mt_bench, "gsm8k": self.gsm8k}

@@ -74,8 +74,9 @@ class ProveExactness:
         if "auto" in self.trees:
             raise ValueError("--trees auto is chosen by measurement: name the trees to prove, such as chain or beam:8")
         names = [*self.grid(), PLAIN]
-        *cells, plain = run_cells(self, names, self.output / "cells", settings=self.settings(), num_processes=self.num_processes)
-        document = self.document(cells, plain)
+        settings = settings_of({k: v for k, v in asdict(self).items() if k not in ("output", "num_processes")})
+        *cells, plain = run_cells(self, names, self.output / "cells", settings=settings, num_processes=self.num_processes)
+        document = self.document(cells, plain) | settings
         write_text(self.output / "exactness.json", json.dumps(document, indent=1) + "\n")
         print(json.dumps(document))
         return int(bool(document["num_different_tokens"] or document["num_wrong_ends"] or document["plain"]["num_different_answers"]))
@@ -85,11 +86,6 @@ class ProveExactness:
         return {
             f"batch{size}_{re.sub(r'[^A-Za-z0-9]+', '-', tree)}": (tree, size) for size in sorted(self.batch_sizes) for tree in self.trees
         }
-
-    def settings(self) -> dict[str, Any]:
-        """What a cell depends on."""
-        options = {k: v for k, v in asdict(self).items() if k not in ("output", "prompts", "num_processes")}
-        return settings_of(options, self.prompts)
 
     def chosen(self) -> list[Prompt]:
         rows = prompts_in_turn(self.prompts, self.num_prompts)
@@ -173,7 +169,6 @@ class ProveExactness:
             "differences": differences,
             "wrong_ends": wrong_ends,
             "cells": rows,
-            **self.settings(),
             "hardware": cells[0]["hardware"],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }

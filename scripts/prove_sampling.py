@@ -93,8 +93,7 @@ class ProveSampling:
             raise ValueError(f"--drawn {', '.join(sorted(unknown))}: no exact verifier of drawn drafts; write some of {', '.join(drawn)}")
         if self.num_steps < 2:
             raise ValueError(f"--num-steps {self.num_steps}: a standard error needs at least 2")
-        options = {k: v for k, v in asdict(self).items() if k not in ("output", "prompts", "num_processes", "trees", "drawn")}
-        settings = settings_of(options, self.prompts)
+        settings = settings_of({k: v for k, v in asdict(self).items() if k not in ("output", "num_processes", "trees", "drawn")})
         cells = run_cells(self, list(self.grid()), self.output / "cells", settings=settings, num_processes=self.num_processes)
         document = {
             "num_outside": sum(cell["within"] is False for cell in cells),

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from infer.made_with import refuse_other_settings
 from infer.output_file import write_text
 from medusa_heads.arguments import require_positive
 
@@ -29,8 +30,8 @@ class Work(Protocol):
 def run_cells(work: Work, names: Sequence[str], folder: Path, *, settings: dict[str, Any], num_processes: int = 1) -> list[dict[str, Any]]:
     """The results of all cells, in the order of `names`; those stored in `folder` already are only read.
 
-    settings: what the results depend on, stored with each. num_processes: on a GPU a step is bound by its launch
-    from Python, so several processes share one. Raises ValueError where `folder` holds cells of other settings.
+    settings: what the results depend on (made_with.py), stored with each. num_processes: on a GPU a step is bound by its launch
+    from Python, so several processes share one. Raises ValueError where `folder` holds results of others.
     """
     require_positive(num_processes=num_processes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,15 +48,14 @@ def run_cells(work: Work, names: Sequence[str], folder: Path, *, settings: dict[
 def is_finished(path: Path, settings: dict[str, Any]) -> bool:
     if not path.exists():
         return False
-    if json.loads(path.read_text())["settings"] != settings:
-        raise ValueError(f"--output {path.parent} holds cells of other settings, data or code: choose another folder")
+    refuse_other_settings(path.parent, json.loads(path.read_text()), settings)
     return True
 
 
 def store_cells(work: Work, names: Sequence[str], folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     if names:
         for name, result in work.cells(names):
-            write_text(folder / f"{name}.json", json.dumps({"settings": settings, "result": result}) + "\n")
+            write_text(folder / f"{name}.json", json.dumps(settings | {"result": result}) + "\n")
             yield name
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -12,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from infer.loading import default_heads, pick_device
-from infer.prompts import Prompt, file_sha256, load_prompts
+from infer.made_with import made_with
+from infer.prompts import Prompt, load_prompts
 from medusa_heads import base_model
 from medusa_heads.checkpoint import HeadsCheckpoint, in_dtype, load_heads, resolve_heads
 from medusa_heads.versions import commit, versions
@@ -35,9 +35,9 @@ def load_in_float32(base: str, heads: str | None, device: str) -> tuple[PreTrain
     return model, tokenizer, in_dtype(load_heads(default_heads(base, heads), model), torch.float32)
 
 
-def settings_of(options: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
-    """Options, code, and what files hold: prompts in their order, heads, trees; as JSON gives them back."""
+def settings_of(options: dict[str, Any]) -> dict[str, Any]:
+    """Options, code, and what files hold: prompts, heads, trees, a local base."""
     heads = resolve_heads(default_heads(options["base"], options["heads"])) / "model.safetensors"
     trees = [Path(tree) for tree in options.get("trees", ()) if tree.endswith(".json")]
-    files = [(str(path), file_sha256(path)) for path in (*paths, heads, *trees) if path.is_file()]
-    return json.loads(json.dumps({"options": options, "sha256": files, "versions": versions(), "commit": commit(), "dtype": "float32"}))
+    files = {str(path): path for path in (*options["prompts"], heads, *trees) if path.is_file()}
+    return made_with(options | {"dtype": "float32", "versions": versions(), "commit": commit()}, files)

@@ -140,7 +140,7 @@ def test_trains_decodes_and_repeats_nothing(
     stats = sum((answer.stats for answer in generator.generate(prompts, max_new_tokens=8)), AcceptanceStats())
     assert rows["tv-decay", "T=0", "bench.jsonl"]["by_seed"] == [stats.mean_acceptance_length]
 
-    with pytest.raises(ValueError, match=r"--output .*out was begun with other settings \(max_new_tokens\)"):
+    with pytest.raises(ValueError, match=r"--output .*out holds results of other settings \(max_new_tokens\)"):
         tyro.cli(CompareObjectives, args=[*arguments, "--max-new-tokens", "9"]).run()
 
 
@@ -167,7 +167,7 @@ def test_a_folder_holds_one_data_set_once_training_began(arguments: list[str], t
     with pytest.raises(ValueError, match="ended with status 2"):
         tyro.cli(CompareObjectives, args=arguments).run()
     (tmp_path / "data.jsonl").write_text((tmp_path / "data.jsonl").read_text() * 2)
-    with pytest.raises(ValueError, match=r"was begun with other settings \(.*data\.jsonl\)"):
+    with pytest.raises(ValueError, match=r"holds results of other settings \(the content of .*data\.jsonl\)"):
         tyro.cli(CompareObjectives, args=arguments).run()
 
 

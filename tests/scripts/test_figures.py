@@ -5,13 +5,39 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from medusa_heads.checkpoint import save_heads
+from scripts.figures import Figures
+from tests.random_heads import random_heads
+from tests.tiny_models import tiny_model
+
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ROOT / "scripts" / "demo_bench_prompts.jsonl"
 OTHER_PROMPTS = ROOT / "scripts" / "demo_prompts.jsonl"
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> Figures:
+    """Of a tiny base."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    save_heads(random_heads(model), tmp_path / "heads", card="")
+    base, heads = str(tmp_path / "base"), str(tmp_path / "heads")
+    return Figures(mt_bench=PROMPTS, gsm8k=OTHER_PROMPTS, base=base, heads=heads, output=tmp_path / "figures")
+
+
+def test_figures_belong_to_the_weights_of_a_local_base(figures: Figures, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Figures, "acceptance", lambda self: {"figures": {}})
+    command = replace(figures, parts=("acceptance",))
+    command.run()
+    command.run()
+    tiny_model("llama", 1).save_pretrained(figures.base)
+    with pytest.raises(ValueError, match=r"holds results of other settings \(the content of base/model.safetensors\)"):
+        command.run()
 
 
 @pytest.mark.slow
@@ -28,4 +54,4 @@ def test_exact_and_accepting_on_two_prompts(tmp_path: Path) -> None:
     again = [*command, *options, "--parts", "exact"]
     for change, named in ((["--limit-gsm8k", "2"], "limit_gsm8k"), (["--gsm8k", str(OTHER_PROMPTS)], "the content of gsm8k")):
         refused = subprocess.run([*again, *change], capture_output=True, text=True, timeout=100)
-        assert refused.returncode == 2 and f"holds figures of other settings ({named})" in refused.stderr
+        assert refused.returncode == 2 and f"holds results of other settings ({named})" in refused.stderr
