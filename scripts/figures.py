@@ -7,14 +7,16 @@ exact       float32: share of answers equal to plain decoding, with the shipped 
 acceptance  mean acceptance length, decoded, over the beam tree and the static tree of 64 nodes
 speed       `medusa-heads bench` in bfloat16: tokens/s beside the fastest base row of the same run
 
-First user turns, greedy. Each part writes its JSON when it is done and is not repeated.
+First user turns, greedy. Each part, of speed each prompt file, writes its JSON when it is done and is not repeated.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,31 +67,32 @@ class Figures:
     max_new_tokens: int = 128
     """New tokens of an answer."""
     device: str = "cpu"
-    """Where the parts exact and acceptance run: cpu or cuda."""
+    """Where to measure: cpu or cuda."""
     batch_size: int = 1
     """Prompts answered at once in the parts exact and acceptance."""
 
     def run(self) -> None:
         base_model.quiet_transformers()
-        limits = {"limit_mt_bench": self.limit_mt_bench, "limit_gsm8k": self.limit_gsm8k}
+        limits = {f"limit_{name}": limit for name, limit in self.limits().items()}
         require_positive(**limits, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size)
         for option, path in (("--mt-bench", self.mt_bench), ("--gsm8k", self.gsm8k)):
             if not path.is_file():
                 raise ValueError(f"{option} {path}: no such file")
         made = self.made_with()
-        files = {part: self.output / f"{part}.json" for part in self.parts}
-        for path in files.values():
+        pieces: dict[str, Callable[[], dict[str, Any]]] = {"exact": self.exact, "acceptance": self.acceptance}
+        pieces |= {f"speed_{name}": partial(self.speed, name) for name in self.files()}
+        files = {self.output / f"{name}.json": measure for name, measure in pieces.items() if name.partition("_")[0] in self.parts}
+        for path in files:
             check_writable(path, "--output")
             if path.exists():
                 refuse_other_settings(self.output, json.loads(path.read_text()), made)
-        for part, path in files.items():
+        for path, measure in files.items():
             if not path.exists():
-                found = {"exact": self.exact, "acceptance": self.acceptance, "speed": self.speed}[part]()
-                write_text(path, json.dumps(found | made | self.facts(), indent=1) + "\n")
-            print(f"{part}: {json.dumps(json.loads(path.read_text())['figures'])}")
+                write_text(path, json.dumps(measure() | made | self.facts(), indent=1) + "\n")
+            print(f"{path.stem}: {json.dumps(json.loads(path.read_text())['figures'])}")
 
     def made_with(self) -> dict[str, Any]:
-        free = ("output", "parts", "device", *self.files())
+        free = ("output", "parts", *self.files())
         options = {name: value for name, value in asdict(self).items() if name not in free}
         return made_with(options, self.files() | {"heads": resolve_heads(self.heads) / "model.safetensors"})
 
@@ -99,9 +102,11 @@ class Figures:
     def files(self) -> dict[str, Path]:
         return {"mt_bench": self.mt_bench, "gsm8k": self.gsm8k}
 
+    def limits(self) -> dict[str, int]:
+        return {"mt_bench": self.limit_mt_bench, "gsm8k": self.limit_gsm8k}
+
     def prompts(self, name: str, tokenizer: Any) -> list[list[int]]:
-        limit = {"mt_bench": self.limit_mt_bench, "gsm8k": self.limit_gsm8k}[name]
-        return [encode_chat(tokenizer, prompt.messages) for prompt in load_prompts(self.files()[name], limit)]
+        return [encode_chat(tokenizer, prompt.messages) for prompt in load_prompts(self.files()[name], self.limits()[name])]
 
     def exact(self) -> dict[str, Any]:
         """Answers with heads against plain decoding, token for token."""
@@ -153,26 +158,24 @@ class Figures:
                 stats = stats + answer.stats
         return token_ids, stats
 
-    def speed(self) -> dict[str, Any]:
-        """`medusa-heads bench` in bfloat16 on both files, tree chosen for this machine."""
-        figures, documents = {}, {}
-        for name, path in self.files().items():
-            out = self.output / f"bench_{name}.json"
-            limit = self.limit_mt_bench if name == "mt_bench" else self.limit_gsm8k
-            Bench(
-                prompts=path,
-                base=self.base,
-                heads=(self.heads,),
-                limit=limit,
-                max_new_tokens=self.max_new_tokens,
-                dtype="bfloat16",
-                json=out,
-            ).run()
-            documents[name] = json.loads(out.read_text())
-            rows = {row["drafter"]: row for row in documents[name]["rows"]}
-            figures[name] = {"tokens_per_second": {d: row["tokens_per_second"] for d, row in rows.items()}}
-            figures[name] |= {key: rows["heads"][key] for key in ("speedup_vs_base", "speedup_vs_transformers_generate")}
-        return {"figures": figures, "bench": documents}
+    def speed(self, name: str) -> dict[str, Any]:
+        """`medusa-heads bench` in bfloat16 on one of the files, tree chosen for this machine."""
+        out = self.output / f"bench_{name}.json"
+        Bench(
+            prompts=self.files()[name],
+            base=self.base,
+            heads=(self.heads,),
+            limit=self.limits()[name],
+            max_new_tokens=self.max_new_tokens,
+            dtype="bfloat16",
+            device=self.device,
+            json=out,
+        ).run()
+        document = json.loads(out.read_text())
+        rows = {row["drafter"]: row for row in document["rows"]}
+        figures: dict[str, Any] = {"tokens_per_second": {d: row["tokens_per_second"] for d, row in rows.items()}}
+        figures |= {key: rows["heads"][key] for key in ("speedup_vs_base", "speedup_vs_transformers_generate")}
+        return {"figures": figures, "bench": document}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from infer.bench.command import Bench
 from medusa_heads.checkpoint import save_heads
 from scripts.figures import Figures
 from tests.random_heads import random_heads
@@ -38,6 +39,33 @@ def test_figures_belong_to_the_weights_of_a_local_base(figures: Figures, monkeyp
     tiny_model("llama", 1).save_pretrained(figures.base)
     with pytest.raises(ValueError, match=r"holds results of other settings \(the content of base/model.safetensors\)"):
         command.run()
+
+
+def test_speed_goes_on_with_the_file_that_failed(
+    figures: Figures, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file is measured once, on the device asked for, of which the figures are."""
+    started: list[tuple[Path, int | None, str]] = []
+
+    def bench(command: Bench) -> None:
+        assert command.json is not None
+        started.append((command.prompts, command.limit, command.device))
+        if len(started) == 2:
+            raise ValueError("the second bench failed")
+        row = {"drafter": "heads", "tokens_per_second": 5.0, "speedup_vs_base": 2.0, "speedup_vs_transformers_generate": 3.0}
+        command.json.write_text(json.dumps({"rows": [row]}))
+
+    monkeypatch.setattr(Bench, "run", bench)
+    command = replace(figures, parts=("speed",))
+    with pytest.raises(ValueError, match="the second bench failed"):
+        command.run()
+    command.run()
+    assert started == [(PROMPTS, 80, "cpu"), (OTHER_PROMPTS, 100, "cpu"), (OTHER_PROMPTS, 100, "cpu")]
+    shown = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    found = {"tokens_per_second": {"heads": 5.0}, "speedup_vs_base": 2.0, "speedup_vs_transformers_generate": 3.0}
+    assert {name: json.loads(line) for name, line in shown.items()} == {"speed_mt_bench": found, "speed_gsm8k": found}
+    with pytest.raises(ValueError, match=r"holds results of other settings \(device\)"):
+        replace(command, device="cuda").run()
 
 
 @pytest.mark.slow
