@@ -1,27 +1,26 @@
 """Training on one GPU, data parallel and with a sharded base: the same losses and heads? How fast, in how much memory?
 
-    python scripts/compare_sharding.py --num-gpus 2 4 --data answers.jsonl.gz
-    python scripts/compare_sharding.py --num-gpus 2 --base twin --strategies single fsdp2 --batch-size 16 --steps 20
-    python scripts/compare_sharding.py --num-gpus 2 --strategies single zero2 zero3
+    python scripts/compare_sharding.py --num-gpus 2 4 --data answers.jsonl.gz --output outputs/sharding
+    python scripts/compare_sharding.py --num-gpus 2 --base twin --strategies single fsdp2 --batch-size 16 --steps 20 --output outputs/twin
+    python scripts/compare_sharding.py --num-gpus 2 --strategies single zero2 zero3 --output outputs/zero
 
 Every run is `python -m train` under one of configs/accelerate, at the same batch per GPU. For every number of GPUs a single one runs
 with as many micro-batches a step, so that all see the same rows at every step, which is what losses are compared with; once, it runs
 with one micro-batch a step, which is what speeds are compared with. Without --data the text is random. Without a GPU the processes are
-CPU ones, over gloo. Prints one JSON line, and exits with 1 where losses differ by more than --tolerance.
+CPU ones, over gloo. The last line printed, and OUTPUT/report.json, is one JSON document; exits with 1 where losses differ by more than
+--tolerance. The same command goes on where it stopped, and takes further strategies and numbers of GPUs into the same folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import resource
 import shlex
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +29,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from infer.hardware import cpu_name
+from infer.made_with import made_with, settle
+from infer.output_file import write_text
 from medusa_heads.arguments import OPTIONAL, require_positive
 from medusa_heads.cli import run_command
 from medusa_heads.versions import commit, versions
@@ -37,6 +39,8 @@ from train.history import FILE_NAME, read_history
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 WORKER = "worker"  # the first argument of the processes that this script starts
+PROCESS = "process"  # the file that each of them leaves in the folder of its run, a number behind it
+NUM_TEXTS = 2000
 LOG_EVERY = 20  # as in configs/train: to log, the host waits for the device
 Strategy = Literal["single", "ddp", "fsdp2", "zero2", "zero3"]
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
@@ -47,6 +51,8 @@ WORDS = ("the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "other", "
 class CompareSharding:
     """Compare the strategies of configs/accelerate on this machine."""
 
+    output: Path
+    """Folder of the runs and the report."""
     num_gpus: list[int] = field(default_factory=lambda: [2])
     """GPUs, or CPU processes, of every run but those on a single GPU; several numbers: one comparison for each."""
     strategies: list[Strategy] = field(default_factory=lambda: ["single", "ddp", "fsdp2"])
@@ -78,21 +84,27 @@ class CompareSharding:
         runs = list(dict.fromkeys(Run(strategy, count) for count in self.num_gpus for strategy in self.strategies))
         first = self.strategies[0]
         alone = Run(first, 1) if first == "single" else runs[0]
-        with tempfile.TemporaryDirectory() as folder:
-            data = self.data or [str(random_text(Path(folder) / "text.jsonl", self))]
-            for run in dict.fromkeys([*runs, alone]):
-                print(f"{run.name} ...", file=sys.stderr, flush=True)
-                train(self, run, data, Path(folder))
-            found = [report(Path(folder), run, reference=Run(first, run.num_gpus), alone=alone) for run in runs]
-            base_speed = {"micro_batches": alone.micro_batches, "response_tokens_per_second": speed(logged(Path(folder) / alone.name))}
-        on_gpu = torch.cuda.is_available()
-        hardware = torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine()
-        settings = {name: getattr(self, name) for name in ("base", "batch_size", "pack_length", "num_heads", "steps", "options")}
-        about = {"hardware": hardware, "settings": settings, "versions": versions(), "commit": commit()}
+        settings = self.checked_settings()
+        data = self.data or [str(random_text(self.output / "text.jsonl", self.pack_length))]
+        for run in dict.fromkeys([*runs, alone]):
+            train(self, run, data)
+        found = [report(self.output, run, reference=Run(first, run.num_gpus), alone=alone) for run in runs]
+        base_speed = {"micro_batches": alone.micro_batches, "response_tokens_per_second": speed(logged(self.output / alone.name))}
         agree = all(row["largest_loss_difference"] < self.tolerance for row in found)
-        print(json.dumps(about | {"agree": agree, "alone": {"strategy": first} | base_speed, "runs": found}))
+        facts = settings | {"versions": versions(), "commit": commit()}
+        document = json.dumps(facts | {"agree": agree, "alone": {"strategy": first} | base_speed, "runs": found})
+        write_text(self.output / "report.json", document + "\n")
+        print(document)
         if not agree:
             sys.exit(1)
+
+    def checked_settings(self) -> dict[str, Any]:
+        """What all runs of a folder share. Raises ValueError when it was begun with others."""
+        free = ("output", "num_gpus", "strategies", "tolerance")
+        options = {name: value for name, value in asdict(self).items() if name not in free}
+        settings = made_with(options, {path: Path(path) for path in self.data if Path(path).is_file()})
+        settle(self.output, settings, begun=any(self.output.glob(f"*/{FILE_NAME}")))
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +127,26 @@ class Run:
         return self.num_gpus // self.num_processes
 
 
-def random_text(path: Path, settings: CompareSharding) -> Path:
-    """Enough conversations, each longer than a packed row."""
+def random_text(path: Path, pack_length: int) -> Path:
+    """Conversations, each longer than a packed row."""
     chooser = random.Random(0)
-    rows = min(2000, settings.steps * settings.batch_size * max(settings.num_gpus))
     with path.open("w") as file:
-        for index in range(rows):
-            question, answer = (" ".join(chooser.choices(WORDS, k=count)) for count in (4, settings.pack_length))
+        for index in range(NUM_TEXTS):
+            question, answer = (" ".join(chooser.choices(WORDS, k=count)) for count in (4, pack_length))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"text-{index}", "messages": messages}) + "\n")
     return path
 
 
-def train(settings: CompareSharding, run: Run, data: list[str], folder: Path) -> None:
-    """Runs a strategy into folder/<name>. Raises subprocess.CalledProcessError when it fails."""
+def train(settings: CompareSharding, run: Run, data: list[str]) -> None:
+    """Runs a strategy into OUTPUT/<name>, if it has not run yet. Raises ValueError when it fails."""
+    folder = settings.output / run.name
+    if len(of_processes(folder)) == run.num_processes:
+        return
+    print(f"{run.name} ...", file=sys.stderr, flush=True)
     options: dict[str, Any] = {
         "base": settings.base,
-        "output-dir": folder / run.name,
+        "output-dir": folder,
         "batch-size": settings.batch_size,
         "gradient-accumulation-steps": run.micro_batches,
         "num-heads": settings.num_heads,
@@ -142,10 +157,12 @@ def train(settings: CompareSharding, run: Run, data: list[str], folder: Path) ->
         "log-every": max(1, min(LOG_EVERY, settings.steps // 3)),  # a row in each third: speed leaves the first one out
     }
     arguments = [str(part) for option, value in options.items() for part in (f"--{option}", value)]
-    program = [__file__, WORKER, str(folder / f"{run.name}.peak"), "--data", *data, *arguments, *shlex.split(settings.options)]
+    arguments.append("--overwrite")  # what was cut short begins anew: a speed is that of one piece
+    program = [__file__, WORKER, str(folder / PROCESS), "--data", *data, *arguments, *shlex.split(settings.options)]
     launcher, environment = launch_on_gpus if torch.cuda.is_available() else launch_on_cpus, os.environ.copy()
     command = launcher(run.strategy, run.num_processes, environment)
-    subprocess.run([sys.executable, "-m", *command, *program], env=environment, check=True, stdout=sys.stderr)
+    if status := subprocess.run([sys.executable, "-m", *command, *program], env=environment, stdout=sys.stderr).returncode:
+        raise ValueError(f"{run.name} ended with status {status}, see above; the same command goes on from there")
 
 
 def launch_on_gpus(strategy: str, num_processes: int, environment: dict[str, str]) -> list[str]:
@@ -166,8 +183,8 @@ def launch_on_cpus(strategy: str, num_processes: int, environment: dict[str, str
     return ["torch.distributed.run", "--nproc_per_node", str(num_processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 
 
-def work(peak: str, *arguments: str) -> None:
-    """One process of a run: `python -m train`, and then what strategy it ran under and how much memory it took at most."""
+def work(path: str, *arguments: str) -> None:
+    """One process of a run: `python -m train`, and then what strategy it ran under, where, and how much memory it took at most."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
@@ -181,12 +198,19 @@ def work(peak: str, *arguments: str) -> None:
     kind = state.distributed_type.value
     if kind == "DEEPSPEED":
         kind += f"-{AcceleratorState().deepspeed_plugin.deepspeed_config['zero_optimization']['stage']}"
-    Path(f"{peak}.{state.process_index}").write_text(json.dumps({"kind": kind, "num_processes": state.num_processes, "bytes": most}))
+    name = torch.cuda.get_device_name() if on_gpu else cpu_name()
+    facts = {"kind": kind, "hardware": name, "num_processes": state.num_processes, "bytes": most}
+    write_text(Path(f"{path}.{state.process_index}"), json.dumps(facts))
+
+
+def of_processes(folder: Path) -> list[dict[str, Any]]:
+    """What each process of a run left when it was done."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{PROCESS}.*"))]
 
 
 def report(folder: Path, run: Run, *, reference: Run, alone: Run) -> dict[str, Any]:
     """What a run came to: its losses and heads beside the reference's, its speed beside that of one GPU alone."""
-    processes = [json.loads(path.read_text()) for path in folder.glob(f"{run.name}.peak.*")]
+    processes = of_processes(folder / run.name)
     kind, sharded = processes[0]["kind"], {"fsdp2": "FSDP"} | {name: f"DEEPSPEED-{stage}" for name, stage in ZERO_STAGES.items()}
     assert kind == sharded[run.strategy] if run.strategy in sharded else kind not in sharded.values(), f"{run.strategy} ran as {kind}"
     losses, of_reference = ([row["loss"] for row in logged(folder / name)] for name in (run.name, reference.name))
@@ -194,6 +218,7 @@ def report(folder: Path, run: Run, *, reference: Run, alone: Run) -> dict[str, A
     return {
         "strategy": run.strategy,
         "ran_as": kind,
+        "hardware": processes[0]["hardware"],
         "num_gpus": processes[0]["num_processes"],
         "micro_batches": run.micro_batches,
         "response_tokens_per_second": speed(logged(folder / run.name)),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,25 +36,62 @@ def test_runs_are_compared(
             return real(command, **options)
         compare_sharding.work(*command[command.index(WORKER) + 1 :], *more)
         more.extend(further)
-        return None
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", start)
     sizes: dict[str, Any] = {"num_heads": 2, "pack_length": 64, "batch_size": 2, "steps": 15, "num_gpus": [1]}
-    comparison = CompareSharding(base=str(workspace / "base"), strategies=["single", "ddp"], options="--num-workers 0", **sizes)
+    given: dict[str, Any] = {"base": str(workspace / "base"), "strategies": ["single", "ddp"], "options": "--num-workers 0"} | sizes
     further: list[str] = []
-    comparison.run()
+    CompareSharding(output=workspace / "same", **given).run()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["agree"] and [row["strategy"] for row in found["runs"]] == ["single", "ddp"]
     assert [row["largest_loss_difference"] for row in found["runs"]] == [0, 0] and found["alone"]["micro_batches"] == 1
     assert all(row["response_tokens_per_second"] > 0 and row["peak_bytes"] > 1e6 for row in found["runs"])
     further = ["--learning-rate", "0.1"]
     with pytest.raises(SystemExit):
-        comparison.run()
+        CompareSharding(output=workspace / "other", **given).run()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not found["agree"] and found["runs"][1]["largest_weight_difference"] > 0.01
 
 
-def test_every_number_of_gpus_has_its_reference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goes_on_with_the_run_that_failed(
+    workspace: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second run fails behind its heads; what it left is set aside, and nothing else is trained again."""
+    started: list[str] = []
+    real = subprocess.run
+
+    def start(command: list[str], **options: Any) -> Any:
+        if WORKER not in command:
+            return real(command, **options)
+        process, *arguments = command[command.index(WORKER) + 1 :]
+        started.append(Path(process).parent.name)
+        compare_sharding.work(process, *arguments)
+        if len(started) == 2:
+            Path(f"{process}.0").unlink()
+            return SimpleNamespace(returncode=1)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    sizes: dict[str, Any] = {"num_heads": 2, "pack_length": 64, "batch_size": 2, "steps": 3, "num_gpus": [1]}
+    given = {"base": str(workspace / "base"), "data": [str(workspace / "data.jsonl")], "options": "--num-workers 0"} | sizes
+    comparison = CompareSharding(output=workspace / "out", strategies=["single", "ddp"], **given)
+    with pytest.raises(ValueError, match="ddp-1 ended with status 1, see above; the same command goes on from there"):
+        comparison.run()
+    comparison.run()
+    comparison.run()
+    assert started == ["single-1", "ddp-1", "ddp-1"] and (workspace / "out/ddp-1/previous").is_dir()
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed == json.loads((workspace / "out/report.json").read_text()) and len(printed["runs"]) == 2
+    with pytest.raises(ValueError, match=r"out holds results of other settings \(steps\)"):
+        replace(comparison, steps=4).run()
+
+
+def test_every_number_of_gpus_has_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Losses are compared at the same rows a step; the run whose speed is compared with happens once."""
     started: list[tuple[str, int, int]] = []
     compared: list[tuple[str, str, str]] = []
@@ -65,7 +104,7 @@ def test_every_number_of_gpus_has_its_reference(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(compare_sharding, "report", reported)
     monkeypatch.setattr(compare_sharding, "logged", lambda output: [])
     monkeypatch.setattr(compare_sharding, "speed", lambda rows: 1.0)
-    CompareSharding(num_gpus=[2, 4], strategies=["single", "ddp"]).run()
+    CompareSharding(num_gpus=[2, 4], strategies=["single", "ddp"], output=tmp_path).run()
     assert started == [("single-2", 1, 2), ("ddp-2", 2, 1), ("single-4", 1, 4), ("ddp-4", 4, 1), ("single-1", 1, 1)]
     assert [pair[1:] for pair in compared] == [(f"single-{count}", "single-1") for count in (2, 2, 4, 4)]
     assert json.loads(capsys.readouterr().out)["alone"] == {"strategy": "single", "micro_batches": 1, "response_tokens_per_second": 1.0}
@@ -84,7 +123,8 @@ def test_a_strategy_that_did_not_happen_is_no_result(tmp_path: Path) -> None:
     alone, single, sharded, zero = Run("single", 1), Run("single", 2), Run("fsdp2", 2), Run("zero3", 2)
     for run, kind in ((alone, "NO"), (single, "NO"), (sharded, "MULTI_CPU"), (zero, "DEEPSPEED-2")):
         (tmp_path / run.name).mkdir()
-        (tmp_path / f"{run.name}.peak.0").write_text(json.dumps({"kind": kind, "num_processes": 2, "bytes": 1}))
+        facts = {"kind": kind, "hardware": "a machine", "num_processes": 2, "bytes": 1}
+        (tmp_path / run.name / "process.0").write_text(json.dumps(facts))
         rows = [{"step": step, "loss": 1.0, "response_tokens_per_second": 1.0 + step} for step in (5, 10, 15)]
         (tmp_path / run.name / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         save_file({"weight": torch.ones(2)}, tmp_path / run.name / "model.safetensors")
