@@ -89,6 +89,9 @@ class TrainConfig:
     """Micro-batches per optimizer step."""
     max_length: int = 1024
     """Conversations are cut to this many tokens."""
+    cut_circles: bool = False
+    """Cut a conversation where an answer has said the same twice in a row, 24 tokens or more: what follows teaches little but to go
+    on in circles. How many do is printed either way."""
     pack_length: int = 1024
     """Tokens in a packed row, at least max_length."""
     limit: int | None = None

@@ -39,6 +39,8 @@ class InspectData:
     """Rows to print of each."""
     max_length: int = 2048
     """Conversations are cut to this many tokens."""
+    cut_circles: bool = False
+    """Cut them where an answer has said the same twice in a row, as training with this option does."""
 
     def run(self) -> None:
         """Raises ValueError for unusable sources and when one has no supervised slot."""
@@ -50,7 +52,8 @@ class InspectData:
         tokenizer = base_model.load_tokenizer(self.base, revision=self.revision)
         summary = []
         for source in self.data:
-            rows, counts = tokenize_dataset([source], tokenizer, max_length=self.max_length, data_format=self.data_format)
+            options = dict[str, Any](max_length=self.max_length, cut_circles=self.cut_circles, data_format=self.data_format)
+            rows, counts = tokenize_dataset([source], tokenizer, **options)
             for row in rows.select(range(min(self.num_rows, len(rows)))):
                 console.rule(Text(f"{short_name(source)}  {row['id']}"), style="dim")
                 console.print(marked_text(row["input_ids"], row["assistant_mask"], tokenizer, colour=_shows_colour(console)))

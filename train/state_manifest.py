@@ -23,7 +23,7 @@ MADE_FOR = {  # what the states depend on, in words
     "dtype": "another --base-dtype",
     "tokenizer": "another tokenizer",
     "chat_template": "another chat template",
-    "data": "other data (or max_length, limit, held_out)",
+    "data": "other data (or max_length, cut_circles, limit, held_out)",
     "pack_length": "another pack_length",
 }
 

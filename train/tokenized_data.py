@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 
 from medusa_heads.replacing import scratch_folder
+from train.circles import circle_end
 from train.conversations import Conversation, read_conversations
 from train.row_shapes import DataFormat
 from train.row_source import content_sha256, short_name
-from train.tokenization import check_template, tokenize_conversation
+from train.tokenization import TokenizedRow, check_template, tokenize_conversation
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 """Raised with every change, here or in the tokenization, that gives other tokens or masks."""
 
 ROWS_PER_PROCESS = 5000
@@ -41,6 +42,7 @@ OUTPUT_FEATURES = datasets.Features(
         "input_ids": datasets.List(datasets.Value("int32")),
         "assistant_mask": datasets.List(datasets.Value("bool")),
         "cut": datasets.Value("bool"),
+        "circles": datasets.Value("bool"),
         "num_tokens": datasets.Value("int32"),
         "num_supervised": datasets.Value("int32"),
         "has_slot": datasets.Value("bool"),
@@ -50,12 +52,13 @@ OUTPUT_FEATURES = datasets.Features(
 
 @dataclass(frozen=True, slots=True)
 class DataCounts:
-    """rows: kept; skipped: without a supervised slot; cut: at max_length, of all rows read;
-    tokens and supervised_tokens: of the rows kept."""
+    """rows: kept; skipped: without a supervised slot; cut: at max_length, and circles: with an answer that goes in circles, of all
+    rows read; tokens and supervised_tokens: of the rows kept."""
 
     rows: int
     skipped: int
     cut: int
+    circles: int
     tokens: int
     supervised_tokens: int
 
@@ -66,7 +69,7 @@ class DataCounts:
     def __str__(self) -> str:
         return (
             f"{self.rows:,} conversations, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised ({self.supervised_rate:.1%}); "
-            f"{self.cut:,} cut at max_length, {self.skipped:,} skipped without a supervised slot"
+            f"{self.cut:,} cut at max_length, {self.circles:,} go in circles, {self.skipped:,} skipped without a supervised slot"
         )
 
 
@@ -75,6 +78,7 @@ def tokenize_dataset(
     tokenizer: Any,
     *,
     max_length: int,
+    cut_circles: bool = False,
     limit: int | None = None,
     data_format: DataFormat = "auto",
     cache_dir: Path | None = None,
@@ -82,7 +86,8 @@ def tokenize_dataset(
 ) -> tuple[datasets.Dataset, DataCounts]:
     """All conversations of the sources (see row_source), tokenised: a dataset with columns id, input_ids, assistant_mask.
 
-    Conversations longer than max_length are cut at the right; rows in which no slot is supervised, which
+    Conversations longer than max_length are cut at the right, with cut_circles before that behind the first repetition of an answer
+    that goes in circles; rows in which no slot is supervised, which
     takes two supervised tokens in a row, are left out. With cache_dir all lies on disk, and the result is
     kept there under a hash of everything it depends on; without, in memory. num_proc: None takes one
     process per 5,000 conversations, at most one per core.
@@ -93,10 +98,10 @@ def tokenize_dataset(
     if cache_dir is None:
         with tempfile.TemporaryDirectory() as scratch:
             conversations = _as_arrow(sources, tokenizer, limit, data_format, Path(scratch), in_memory=True)
-            return _kept(_map(conversations, tokenizer, max_length, num_proc, file=None), sources, max_length)
-    folder = cache_dir / _cache_key(sources, tokenizer, max_length, limit, data_format)
+            return _kept(_map(conversations, tokenizer, max_length, cut_circles, num_proc, file=None), sources, max_length)
+    folder = cache_dir / _cache_key(sources, tokenizer, max_length, cut_circles, limit, data_format)
     if not folder.exists():
-        _prepare(folder, sources, tokenizer, max_length, limit, data_format, num_proc)
+        _prepare(folder, sources, tokenizer, max_length, cut_circles, limit, data_format, num_proc)
     return datasets.load_from_disk(str(folder / "rows")), DataCounts(**json.loads((folder / "counts.json").read_text()))
 
 
@@ -105,6 +110,7 @@ def _prepare(
     sources: Sequence[str | Path],
     tokenizer: Any,
     max_length: int,
+    cut_circles: bool,
     limit: int | None,
     data_format: DataFormat,
     num_proc: int | None,
@@ -114,7 +120,8 @@ def _prepare(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with scratch_folder(folder.parent, ".preparing-") as scratch:
             conversations = _as_arrow(sources, tokenizer, limit, data_format, scratch, in_memory=False)
-            rows, counts = _kept(_map(conversations, tokenizer, max_length, num_proc, file=scratch / "all.arrow"), sources, max_length)
+            tokenized = _map(conversations, tokenizer, max_length, cut_circles, num_proc, file=scratch / "all.arrow")
+            rows, counts = _kept(tokenized, sources, max_length)
             work = scratch / folder.name
             rows.save_to_disk(str(work / "rows"))
             (work / "counts.json").write_text(json.dumps(asdict(counts)))
@@ -141,15 +148,20 @@ def _as_arrow(
     return datasets.Dataset.from_file(str(path), in_memory=in_memory)
 
 
-def _map(conversations: datasets.Dataset, tokenizer: Any, max_length: int, num_proc: int | None, *, file: Path | None) -> datasets.Dataset:
+def _map(
+    conversations: datasets.Dataset, tokenizer: Any, max_length: int, cut_circles: bool, num_proc: int | None, *, file: Path | None
+) -> datasets.Dataset:
     def tokenize(row: dict[str, Any]) -> dict[str, Any]:
         tokenized = tokenize_conversation(Conversation(**row), tokenizer)
-        ids, mask = tokenized.input_ids[:max_length], tokenized.assistant_mask[:max_length]
+        circles = _circles(tokenized)
+        end = min(max_length, circles) if circles and cut_circles else max_length
+        ids, mask = tokenized.input_ids[:end], tokenized.assistant_mask[:end]
         return {
             "id": row["id"],
             "input_ids": ids,
             "assistant_mask": mask,
-            "cut": len(tokenized.input_ids) > max_length,
+            "cut": len(tokenized.input_ids) > max_length == end,
+            "circles": circles is not None,
             "num_tokens": len(ids),
             "num_supervised": sum(mask),
             "has_slot": any(a and b for a, b in pairwise(mask[1:])),  # the first token has none before it to predict it
@@ -168,6 +180,17 @@ def _map(conversations: datasets.Dataset, tokenizer: Any, max_length: int, num_p
     )
 
 
+def _circles(row: TokenizedRow) -> int | None:
+    """Where the first answer that goes in circles has done so once, in tokens of the conversation."""
+    start = 0
+    for supervised, run in groupby(row.assistant_mask):
+        length = len(list(run))
+        if supervised and (end := circle_end(row.input_ids[start : start + length])):
+            return start + end
+        start += length
+    return None
+
+
 def _num_processes(num_rows: int) -> int | None:
     processes = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, num_rows // ROWS_PER_PROCESS)
     return processes if processes > 1 else None
@@ -175,12 +198,13 @@ def _num_processes(num_rows: int) -> int | None:
 
 def _kept(rows: datasets.Dataset, sources: Sequence[str | Path], max_length: int) -> tuple[datasets.Dataset, DataCounts]:
     """The rows with something to train on, and the counts. Raises ValueError when there is none."""
-    facts = rows.select_columns(["cut", "num_tokens", "num_supervised", "has_slot"]).with_format("numpy")[:]
+    facts = rows.select_columns(["cut", "circles", "num_tokens", "num_supervised", "has_slot"]).with_format("numpy")[:]
     has_slot = facts["has_slot"].astype(bool)
     counts = DataCounts(
         rows=int(has_slot.sum()),
         skipped=int((~has_slot).sum()),
         cut=int(facts["cut"].sum()),
+        circles=int(facts["circles"].sum()),
         tokens=int(facts["num_tokens"][has_slot].sum()),
         supervised_tokens=int(facts["num_supervised"][has_slot].sum()),
     )
@@ -201,8 +225,10 @@ def _nothing_to_train_on(sources: Sequence[str | Path], counts: DataCounts, max_
     return f"{names}: all labels masked, none of {counts.skipped} conversations has a supervised slot; {reason}"
 
 
-def _cache_key(sources: Sequence[str | Path], tokenizer: Any, max_length: int, limit: int | None, data_format: DataFormat) -> str:
-    settings = (CACHE_VERSION, max_length, limit, data_format, tokenizer.chat_template, tokenizer.special_tokens_map)
+def _cache_key(
+    sources: Sequence[str | Path], tokenizer: Any, max_length: int, cut_circles: bool, limit: int | None, data_format: DataFormat
+) -> str:
+    settings = (CACHE_VERSION, max_length, cut_circles, limit, data_format, tokenizer.chat_template, tokenizer.special_tokens_map)
     digest = hashlib.sha256(repr(settings).encode())
     if getattr(tokenizer, "is_fast", False):
         digest.update(tokenizer.backend_tokenizer.to_str().encode())

@@ -31,17 +31,11 @@ def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
         ) from None
     with FileLock(cache / "prepare.lock"):
         tokenizer = base_model.load_tokenizer(config.base, revision=config.revision)
-        rows, counts = tokenize_dataset(
-            config.data,
-            tokenizer,
-            max_length=config.max_length,
-            limit=config.limit,
-            data_format=config.data_format,
-            cache_dir=cache,
-        )
+        options = dict[str, Any](max_length=config.max_length, cut_circles=config.cut_circles, cache_dir=cache)
+        rows, counts = tokenize_dataset(config.data, tokenizer, limit=config.limit, data_format=config.data_format, **options)
         validation = []
         if config.validation:
-            validation.append(tokenize_dataset(config.validation, tokenizer, max_length=config.max_length, cache_dir=cache)[0])
+            validation.append(tokenize_dataset(config.validation, tokenizer, **options)[0])
     if config.held_out:
         rows, held_out = split_by_id(rows, config.held_out)
         validation.append(held_out)

@@ -9,8 +9,10 @@ import pytest
 
 from medusa_heads.cli import main
 from tests.tiny_models import tiny_tokenizer
+from train.config import parse_config
 from train.inspect_data import marked_text
 from train.tokenized_data import tokenize_dataset
+from train.training_data import prepare_data
 
 ROW = {
     "id": "greeting [b]",
@@ -63,7 +65,22 @@ def test_spans_are_coloured_on_a_terminal(data: str) -> None:
 
 def test_max_length_cuts_and_is_counted(base: str, data: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect-data", "--base", base, "--data", data, "--max-length", "60"]) == 0
-    assert "3 cut at max_length, 0 skipped" in capsys.readouterr().out
+    assert "3 cut at max_length, 0 go in circles, 0 skipped" in capsys.readouterr().out
+
+
+def test_circles_are_cut_as_in_training(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = "Cats can be allergic to it, and it is no food for them. "
+    path = tmp_path / "circles.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": sentence * 9}]}))
+    assert main(["inspect-data", "--base", base, "--data", str(path), "--cut-circles"]) == 0
+    output = capsys.readouterr().out
+    assert output.count(sentence.strip()) == 2 and "1 go in circles" in output
+    common = ["--base", base, "--output-dir", str(tmp_path / "out"), "--data", str(path), "--validation", str(path)]
+    for options, times in (([], 9), (["--cut-circles"], 2)):
+        rows, validation, counts = prepare_data(parse_config([*common, *options]))
+        assert counts.circles == 1
+        for row in (rows[0], validation[0]):
+            assert tiny_tokenizer().decode(row["input_ids"]).count(sentence.strip()) == times
 
 
 def test_bad_input_is_one_line(base: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

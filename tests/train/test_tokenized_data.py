@@ -49,11 +49,30 @@ def test_counts_cuts_and_skipped_rows(file: Path) -> None:
     assert list(rows["id"]) == ["a.jsonl:1", "a.jsonl:2", "exact", "a.jsonl:5"]
     tokens, masks = [len(ids) for ids in rows["input_ids"]], list(rows["assistant_mask"])
     assert tokens[1] == 120 and all(n < 120 for n in tokens[:1] + tokens[2:])
-    assert counts == DataCounts(rows=4, skipped=1, cut=2, tokens=sum(tokens), supervised_tokens=sum(map(sum, masks)))
+    assert counts == DataCounts(rows=4, skipped=1, cut=2, circles=1, tokens=sum(tokens), supervised_tokens=sum(map(sum, masks)))
     assert counts.supervised_rate == counts.supervised_tokens / counts.tokens
     whole = tokenize_conversation(Conversation("c", tuple(turns("Hi", "Hello " * 200))), tokenizer)
     assert (rows[1]["input_ids"], rows[1]["assistant_mask"]) == (whole.input_ids[:120], whole.assistant_mask[:120])
     assert (rows[2]["input_ids"], rows[2]["assistant_mask"]) == ([40, 41, 42], [False, True, True])
+
+
+def test_cut_circles_ends_a_conversation_where_an_answer_has_said_the_same_twice(tmp_path: Path) -> None:
+    block = list(range(40, 70))
+    asked, circling = [1, 2, *block, *block, *block], [3, *block, *block, *block[:9]]
+    conversations = {
+        "in the question": {"input_ids": [*asked, 7, 8, 9], "assistant_spans": [[len(asked), len(asked) + 3]]},
+        "in the first answer": {"input_ids": [1, 2, *circling, 5, 6, 7], "assistant_spans": [[2, 2 + len(circling)], [72, 75]]},
+        "in the last answer": {"input_ids": [1, 8, 9, 2, *circling], "assistant_spans": [[1, 3], [4, 4 + len(circling)]]},
+    }
+    data = write(tmp_path / "a.jsonl", *({"id": name} | row for name, row in conversations.items()))
+    rows, counts = tokenize_dataset([data], make_tokenizer(None), max_length=100, cut_circles=True)
+    assert list(rows["input_ids"]) == [[*asked, 7, 8, 9], [1, 2, 3, *block, *block], [1, 8, 9, 2, 3, *block, *block]]
+    assert [sum(mask) for mask in rows["assistant_mask"]] == [3, 61, 63]
+    assert (counts.circles, counts.cut) == (2, 0)
+    whole, counts = tokenize_dataset([data], make_tokenizer(None), max_length=70)
+    assert [len(ids) for ids in whole["input_ids"]] == [70, 70] and (counts.circles, counts.cut) == (2, 3)
+    rows, counts = tokenize_dataset([data], make_tokenizer(None), max_length=64, cut_circles=True)
+    assert (counts.circles, counts.cut) == (2, 2), "cut at max_length before it is cut for its circles"
 
 
 def test_several_processes_give_the_same_rows(file: Path) -> None:
@@ -99,6 +118,8 @@ def test_the_cache_depends_on_all_that_changes_the_rows(file: Path, tmp_path: Pa
     grown.add_tokens(["the answer"])
     tokenize_dataset([file], grown, max_length=120, cache_dir=cache)
     assert len(list(cache.iterdir())) == 9
+    tokenize_dataset([file], grown, max_length=120, cut_circles=True, cache_dir=cache)
+    assert len(list(cache.iterdir())) == 10
 
 
 def test_a_cache_write_that_was_killed_is_not_taken_for_data(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +161,7 @@ def test_rows_without_a_supervised_slot_are_skipped_and_nothing_else_is_refused(
     ]
     good = {"id": "good", "input_ids": [1, 2, 3], "assistant_spans": [[1, 3]]}
     rows, counts = tokenize_dataset([write(tmp_path / "a.jsonl", *useless, good)], make_tokenizer(None), max_length=50)
-    assert list(rows["id"]) == ["good"] and counts == DataCounts(rows=1, skipped=2, cut=0, tokens=3, supervised_tokens=2)
+    assert list(rows["id"]) == ["good"] and counts == DataCounts(rows=1, skipped=2, cut=0, circles=0, tokens=3, supervised_tokens=2)
     assert "2 skipped without a supervised slot" in str(counts)
     [row] = rows.to_list()
     assert int(num_supervised_slots(row["assistant_mask"], 4).sum()) == 1
