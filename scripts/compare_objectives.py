@@ -113,13 +113,14 @@ class CompareObjectives:
                 raise ValueError(f"{option} {', '.join(unknown)}: write some of {', '.join(known)}")
         require_positive(max_steps=self.max_steps, limit=self.limit, max_new_tokens=self.max_new_tokens)
         settings = self.checked_settings()
-        heads = [f"{objective}-{weights}" for objective, weights in product(self.objectives, self.slot_weights)]
-        for seed, name in tqdm([*product(self.seeds, heads)], desc="training", unit="run", file=sys.stderr):
-            self.train(name, seed)
         model, tokenizer = load_model(self.base, dtype="float32", device=self.device)
         chats = {str(path): load_prompts(path) for path in (self.validation, *self.bench)}
         prompts = {file: [encode_chat(tokenizer, c[i].messages) for i in spread(len(c), self.limit)] for file, c in chats.items()}
-        found = {name: [self.decoded(self.output / f"{name}-seed{seed}", model, prompts) for seed in self.seeds] for name in heads}
+        heads = [f"{objective}-{weights}" for objective, weights in product(self.objectives, self.slot_weights)]
+        found: dict[str, list[Any]] = {name: [] for name in heads}
+        for seed, name in tqdm([*product(self.seeds, heads)], desc="runs", unit="run", file=sys.stderr):
+            self.train(name, seed)
+            found[name].append(self.decoded(self.output / f"{name}-seed{seed}", model, prompts))
         report = make_report(found, bench=[*map(str, self.bench)])
         print_report(report)
         report |= settings | {"hardware": hardware(model.device), "versions": versions(), "commit": commit()}
