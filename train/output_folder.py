@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 from filelock import FileLock
@@ -13,6 +14,11 @@ from medusa_heads.replacing import remove_abandoned
 from train.config import TrainConfig
 
 MOVING = ".previous"  # becomes `previous` once all earlier files are in it
+WRITTEN = (  # names of what runs write, of heads and of draft models with their tokenizers; whatever else lies there is somebody else's
+    *("checkpoints", "finished", "adapter", "trees", "history.*", "README.md", "train_command.txt", "draft_vocabulary.json"),
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json", "vocab.*", "merges.txt"),
+)
 
 
 def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
@@ -34,7 +40,7 @@ def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
         lock = lock_output(output.resolve(), "--output-dir")
         remove_abandoned(output / "checkpoints", ".step-")
         if config.overwrite or (output / MOVING).exists():
-            set_aside(output)
+            set_aside(output, config.project)
         return lock
     except OSError as error:
         raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
@@ -52,11 +58,14 @@ def refuse_inputs_within(output: Path, config: TrainConfig) -> None:
                 )
 
 
-def set_aside(output: Path) -> None:
+def set_aside(output: Path, project: str) -> None:
     """Moves earlier heads and checkpoints into `previous`, so that nothing of them mixes with the new ones and
-    a killed run resumes from its own checkpoints (without --overwrite). Killed itself, it is finished by the next start."""
+    a killed run resumes from its own checkpoints (without --overwrite). Killed itself, it is finished by the next start.
+
+    What no run wrote stays: `previous` is deleted the next time. project: the name of a tracker's folder.
+    """
     moving, previous = output / MOVING, output / "previous"
-    earlier = [path for path in output.iterdir() if path not in (moving, previous)]
+    earlier = [path for path in output.iterdir() if path.name == project or any(fnmatch(path.name, name) for name in WRITTEN)]
     if not earlier and not moving.exists():
         return
     moving.mkdir(exist_ok=True)

@@ -216,6 +216,19 @@ def test_overwrite_leaves_nothing_of_the_earlier_heads(workspace: Path) -> None:
     assert before.draft_vocabulary is not None and before.static_nodes
 
 
+def test_overwrite_keeps_what_no_run_wrote(workspace: Path) -> None:
+    """The folder of all runs, named by mistake: what it moved the first time it deleted the second time."""
+    out = workspace / "out"
+    for name in ("other-run/config.json", "notes.txt", "tree.json"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("[[0]]")
+    options = ("--max-steps", "1", "--overwrite", "--held-out", "5", "--validation-tree", str(out / "tree.json"))
+    for _ in range(3):
+        run(parse_config(arguments(workspace, *options)))
+    assert all((out / name).exists() for name in ("other-run/config.json", "notes.txt", "tree.json"))
+    assert (out / "previous" / "config.json").exists() and not (out / "previous" / "previous").exists()
+
+
 @pytest.mark.parametrize("name", ["data", "init_heads"])
 def test_overwrite_moves_nothing_that_the_run_reads(workspace: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     run(parse_config(arguments(workspace, "--max-steps", "1")))
