@@ -170,12 +170,17 @@ def base_url(url: str) -> str:
 
 
 def api_key_from(variable: str | None) -> str | None:
-    """The key in an environment variable. Raises ValueError when it is named and empty or absent."""
+    """The key in an environment variable. Raises ValueError when it is named and is empty, absent or no key; the message never holds it."""
     if variable is None:
         return None
-    if not os.environ.get(variable):
+    key = os.environ.get(variable, "")
+    if not key:
         raise ValueError(f"--server-key-env {variable}: this environment variable is empty; it must hold the server's key")
-    return os.environ[variable]
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"--server-key-env {variable}: it holds a line break or another character that no key has; it must hold the key alone"
+        )
+    return key
 
 
 def parse_answer(reply: Any, *, num_tokens: int) -> ServedAnswer:

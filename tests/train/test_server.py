@@ -10,7 +10,7 @@ import requests
 
 from infer.static.sampling import Sampling
 from tests.train.fake_server import Body, Reply, completion, serving
-from train.server import ChatServer, Unanswered, base_url
+from train.server import ChatServer, Unanswered, api_key_from, base_url
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 GOOD = completion("Hello")
@@ -192,6 +192,14 @@ def test_no_key_is_taken_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None
     with serving(lambda *_: GOOD) as fake:
         ask(client(fake.url))
     assert fake.requests[0][1] is None
+
+
+@pytest.mark.parametrize("key", ["secret\n", "sec\tret", "se\u0441ret"])
+def test_what_is_no_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("KEY", key)
+    with pytest.raises(ValueError, match="--server-key-env KEY: it holds a line break or another character") as caught:
+        api_key_from("KEY")
+    assert "ret" not in str(caught.value)
 
 
 def test_addresses() -> None:
