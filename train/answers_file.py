@@ -12,7 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,18 +37,11 @@ class AnswersFile:
         self.is_finished, self.resumed = output.exists(), False
         self._file: BinaryIO | None = None
         self._end = self._unsynced = 0
-        self._lock = lock_output(output, "--output")
-        for path in (self.output, self.meta_path, self.set_aside_path):
-            remove_leftovers(path)
-        if self.is_finished:
-            if not self.meta_path.exists():
-                raise ValueError(
-                    f"--output {output} exists and was not made here (no {self.meta_path.name}): remove it or choose another name"
-                )
-            self._check(self._finished_settings(), output)
-            self.partial_path.unlink(missing_ok=True)
-        elif self.partial_path.exists():
-            self._resume()
+        try:
+            self._lock = lock_output(output, "--output")
+            self._take_up()
+        except OSError as error:  # files of another user, for one
+            raise ValueError(f"--output {output}: {error.filename} cannot be used ({error.strerror}): choose another place") from None
 
     def __enter__(self) -> AnswersFile:
         if not self.is_finished:
@@ -59,7 +52,8 @@ class AnswersFile:
 
     def __exit__(self, *exception: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # every row was flushed; what a full disk refused is refused once more
+                self._file.close()
         self._lock.release()
 
     def append(self, row: dict[str, Any]) -> None:
@@ -73,7 +67,8 @@ class AnswersFile:
 
     def flush(self) -> None:
         assert self._file is not None
-        os.fsync(self._file.fileno())
+        with self._explained():
+            os.fsync(self._file.fileno())
         self._unsynced = 0
 
     def rows(self, ids: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -120,6 +115,20 @@ class AnswersFile:
                 if (place := self.done.get(row_id)) is not None:
                     file.seek(place)
                     yield file.readline()
+
+    def _take_up(self) -> None:
+        """Goes on from what an earlier run left here, if anything."""
+        for path in (self.output, self.meta_path, self.set_aside_path):
+            remove_leftovers(path)
+        if self.is_finished:
+            if not self.meta_path.exists():
+                raise ValueError(
+                    f"--output {self.output} exists and was not made here (no {self.meta_path.name}): remove it or choose another name"
+                )
+            self._check(self._finished_settings(), self.output)
+            self.partial_path.unlink(missing_ok=True)
+        elif self.partial_path.exists():
+            self._resume()
 
     def _finished_settings(self) -> dict[str, Any]:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,24 @@ def test_a_partial_file_of_another_shape_is_named_and_kept(tmp_path: Path, line:
     assert partial.read_bytes() == before
     partial.write_text("".join(json.dumps(part) + "\n" for part in lines))
     assert list(opened(output).done) == ["a", "b"]
+
+
+def test_a_full_disk_is_one_error_and_what_was_kept_goes_on(tmp_path: Path) -> None:
+    """The file itself refuses the rest of a row, and again when it is closed."""
+    output, limits = tmp_path / "o.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
+        with pytest.raises(ValueError, match=r"--output .* cannot be written \(.*\): make room"), AnswersFile(output, SETTINGS) as answers:
+            for number in range(20):
+                answers.append(ROW | {"id": str(number)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(opened(output).done) == [str(number) for number in range(len(answers.done))] != []
+
+
+@pytest.mark.parametrize("name", ["o.jsonl.partial", ".o.jsonl.lock"])
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str) -> None:
+    """Somebody else's, say."""
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=rf"--output .*{re.escape(name)} cannot be used \(.*\): choose another place"):
+        opened(tmp_path / "o.jsonl")
