@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,8 +15,10 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 from datasets.arrow_writer import ArrowWriter
 
+from medusa_heads.json_text import parse_json
 from medusa_heads.replacing import scratch_folder
 from train.circles import circle_end
 from train.conversations import Conversation, read_conversations
@@ -100,9 +103,21 @@ def tokenize_dataset(
             conversations = _as_arrow(sources, tokenizer, limit, data_format, Path(scratch), in_memory=True)
             return _kept(_map(conversations, tokenizer, max_length, cut_circles, num_proc, file=None), sources, max_length)
     folder = cache_dir / _cache_key(sources, tokenizer, max_length, cut_circles, limit, data_format)
-    if not folder.exists():
+    if (kept := _read_cache(folder)) is None:
+        shutil.rmtree(folder, ignore_errors=True)
         _prepare(folder, sources, tokenizer, max_length, cut_circles, limit, data_format, num_proc)
-    return datasets.load_from_disk(str(folder / "rows")), DataCounts(**json.loads((folder / "counts.json").read_text()))
+        kept = _read_cache(folder)
+    assert kept is not None, f"{folder} cannot be read back"
+    return kept
+
+
+def _read_cache(folder: Path) -> tuple[datasets.Dataset, DataCounts] | None:
+    """None where nothing is kept, or what is kept is damaged: a loss of power or a clean-up of old files does that."""
+    try:
+        rows, counts = datasets.load_from_disk(str(folder / "rows")), DataCounts(**parse_json((folder / "counts.json").read_text()))
+    except (OSError, ValueError, TypeError, LookupError, pyarrow.ArrowException):
+        return None
+    return (rows, counts) if len(rows) == counts.rows else None
 
 
 def _prepare(
@@ -125,6 +140,9 @@ def _prepare(
             work = scratch / folder.name
             rows.save_to_disk(str(work / "rows"))
             (work / "counts.json").write_text(json.dumps(asdict(counts)))
+            if folder.name != _cache_key(sources, tokenizer, max_length, limit, data_format):
+                names = ", ".join(map(str, sources))
+                raise ValueError(f"data: {names} changed while it was read: start again once nothing writes to it any more")
             try:
                 work.rename(folder)
             except OSError:

@@ -25,11 +25,12 @@ def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
     cache = cache_dir() / "tokenized"
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache / "prepare.lock").acquire()
     except OSError as error:
         raise ValueError(
             f"cannot write the data cache {cache} ({error.strerror}): set MEDUSA_HEADS_CACHE to a folder that can be written"
         ) from None
-    with FileLock(cache / "prepare.lock"):
+    with lock:
         tokenizer = base_model.load_tokenizer(config.base, revision=config.revision)
         options = dict[str, Any](max_length=config.max_length, cut_circles=config.cut_circles, cache_dir=cache)
         rows, counts = tokenize_dataset(config.data, tokenizer, limit=config.limit, data_format=config.data_format, **options)

@@ -360,6 +360,11 @@ def test_refusals_name_the_option(workspace: Path, capsys: pytest.CaptureFixture
     assert "pip install 'medusa-heads[trackio]'" in refusal(workspace, capsys, "--log-with", "trackio")
 
 
+def test_a_data_cache_that_cannot_be_locked_is_explained(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workspace / "cache" / "tokenized" / "prepare.lock").mkdir(parents=True)  # as good as a lock of somebody else
+    assert "cannot write the data cache" in (found := refusal(workspace, capsys)) and "MEDUSA_HEADS_CACHE" in found
+
+
 def test_unknown_tracker_is_a_usage_error(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mlflow" in refusal(workspace, capsys, "--log-with", "mlflow")
 

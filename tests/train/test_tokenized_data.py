@@ -92,6 +92,39 @@ def test_the_cache_returns_the_same_rows_without_work(file: Path, tmp_path: Path
     assert len(list(cache.iterdir())) == 1, "one finished folder and no partial one"
 
 
+@pytest.mark.parametrize("name", ["counts.json", "rows/state.json", "rows/dataset_info.json", "rows/data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("left", [None, 0.0, 0.5], ids=["absent", "empty", "cut"])
+def test_a_damaged_cache_is_made_anew(file: Path, tmp_path: Path, name: str, left: float | None) -> None:
+    tokenizer, cache = make_tokenizer(CHATML), tmp_path / "cache"
+    rows, counts = tokenize_dataset([file], tokenizer, max_length=120, cache_dir=cache)
+    expected = rows.to_list()
+    [damaged] = cache.glob(f"*/{name}")
+    whole = damaged.read_bytes()
+    damaged.unlink()
+    if left is not None:
+        damaged.write_bytes(whole[: int(left * len(whole))])
+    again = tokenize_dataset([file], tokenizer, max_length=120, cache_dir=cache)
+    assert again[0].to_list() == expected and again[1] == counts
+
+
+def test_data_that_change_while_they_are_read_are_not_kept(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would stand under the key of the earlier content."""
+    tokenizer, cache, before = make_tokenizer(CHATML), tmp_path / "cache", file.read_text()
+    real = tokenized_data._map
+
+    def during(*arguments: Any, **options: Any) -> Any:
+        write(file, SINGLE)
+        return real(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenized_data, "_map", during)
+        with pytest.raises(ValueError, match=r"data: .*a\.jsonl changed while it was read: start again"):
+            tokenize_dataset([file], tokenizer, max_length=120, cache_dir=cache)
+    assert not list(cache.iterdir())
+    file.write_text(before)
+    assert len(tokenize_dataset([file], tokenizer, max_length=120, cache_dir=cache)[0]) == 4
+
+
 def test_the_cache_depends_on_all_that_changes_the_rows(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
 
