@@ -89,8 +89,8 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         with _open(path) as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, _parse(line.decode("utf-8-sig" if number == 1 else "utf-8"), f"{path}:{number}")
+                if (text := line.decode("utf-8-sig" if number == 1 else "utf-8")).strip():
+                    yield number, _parse(text, f"{path}:{number}")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}:{number}: not UTF-8 text ({error})") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:

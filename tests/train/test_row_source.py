@@ -60,6 +60,8 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1},\n {"a": }]', r"a\.json: broken JSON \(Expecting value at line 2, column 8\)"),
         ("a.json", b'[{"a": 1}, 7]', r"a\.json:2: expected a JSON object with `messages`, found int"),
         ("a.json", b'["\xff"]', r"a\.json: not UTF-8"),
+        ("a.json", b'[{"a": ' + b"9" * 5000 + b"}]", r"a\.json: broken JSON \(Exceeds the limit \(4300 digits\)"),
+        ("a.jsonl", b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}", r"a\.jsonl:2: broken JSON \(Exceeds the limit \(4300 digits\)"),
         ("a.json.gz", gzip.compress(b"[" + b'{"a": 1},' * 9000 + b"]")[:-20], r"a\.json\.gz: it is damaged or cut short"),
         ("a.parquet", b"PAR1 and nothing", r"a\.parquet:1: the Parquet file is damaged"),
         ("none.parquet", None, r"cannot read .*none\.parquet: no such file"),
@@ -71,6 +73,11 @@ def test_broken_files_are_named(tmp_path: Path, name: str, data: bytes | None, m
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         list(read_rows(tmp_path / name))
+
+
+def test_a_blank_line_behind_a_byte_order_mark_is_blank(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"a": 1}\r\n')
+    assert [(row.row, row.number) for row in read_rows(tmp_path / "a.jsonl")] == [({"a": 1}, 2)]
 
 
 def test_what_is_a_file_and_what_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
