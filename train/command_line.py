@@ -54,7 +54,7 @@ def yaml_arguments(command: type[Any], path: str | Path) -> list[str]:
         raise ValueError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # the latter of values that are not what their tags say
         raise ValueError(f"--config {path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config {path}: expected `option: value` lines")
