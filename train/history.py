@@ -86,7 +86,7 @@ class History:
 def read_history(path: Path) -> list[dict[str, Any]]:
     """The rows of a history.jsonl; a last line that was cut short is left out."""
     rows = []
-    for line in path.read_text().split("\n")[:-1]:
+    for line in path.read_text(errors="replace").split("\n")[:-1]:
         try:
             row = parse_json(line)
         except ValueError:  # cut by a full disk

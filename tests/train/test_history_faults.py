@@ -93,6 +93,13 @@ def test_a_figure_that_is_not_finite_is_null(tmp_path: Path) -> None:
     assert found == {"step": 3, "loss": None, "slot1/loss": None, "learning_rate": 0.5}
 
 
+def test_what_a_failing_disk_left_of_the_history_is_passed_over(tmp_path: Path) -> None:
+    row = b'{"step": 1, "loss": 1.0}\n'
+    (tmp_path / FILE_NAME).write_bytes(row + b"\xff\xfe\n" + b"\0" * 9 + b"\n" + row)
+    make_trainer(tmp_path).history.go_back(1)
+    assert (tmp_path / FILE_NAME).read_bytes() == row + row
+
+
 def test_the_picture_shows_every_figure_over_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure
     logged = [
