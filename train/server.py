@@ -110,7 +110,7 @@ class ChatServer:
             response = self.session.post(self.url + ENDPOINT, json=body, timeout=(CONNECT_TIMEOUT, self.timeout))
         except requests.Timeout:
             raise _TryAgain(f"no answer within {self.timeout:g} seconds") from None
-        except requests.RequestException as error:  # refused, reset, or a body that breaks off
+        except (requests.RequestException, ValueError) as error:  # refused, reset, a body that breaks off, a redirection to nowhere
             raise _TryAgain(f"the connection failed: {_short(str(error))}") from None
         if response.status_code != 200:
             self._refused(response, body)
@@ -248,7 +248,7 @@ def _own_words(response: requests.Response) -> str:
 
 def _seconds(header: str | None) -> float:
     """A Retry-After header in seconds; dates are left to our own waiting."""
-    return float(header) if header is not None and header.isdigit() else 0.0
+    return float(header) if header is not None and header.isdecimal() else 0.0
 
 
 def _reason(error: BaseException) -> str:

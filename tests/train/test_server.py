@@ -52,6 +52,7 @@ BAD_REPLIES: list[tuple[Any, str]] = [
     (Reply({"choices": []}), "garbage: no choices"),
     (Reply({"choices": {"0": "x"}}), "garbage: no choices"),
     (Reply({"choices": [{"finish_reason": "stop"}]}), "garbage: no choices with a message"),
+    (Reply({}, 302, {"Location": "http://[nowhere"}), "the connection failed: Invalid IPv6 URL"),
     (completion(7), "garbage: the content is of type int"),
     (completion([{"type": "text", "text": "x"}]), "garbage: the content is of type list"),
     (completion("x", finish_reason=None), "garbage: finish_reason None"),
@@ -97,7 +98,14 @@ def test_a_server_that_says_nothing_times_out() -> None:
 def test_waiting_grows_and_heeds_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    headers = [{}, {}, {"Retry-After": "17"}, {"Retry-After": "9999"}, {"Retry-After": "Sat, 28 Nov 2026 00:00:00 GMT"}, {}]
+    headers = [
+        {},
+        {},
+        {"Retry-After": "17"},
+        {"Retry-After": "9999"},
+        {"Retry-After": "Sat, 28 Nov 2026 00:00:00 GMT"},
+        {"Retry-After": "\u00b2"},
+    ]
     with serving(lambda body, before: Reply({}, 503, headers[before]) if before < 6 else GOOD) as fake:
         ask(client(fake.url, attempts=7, backoff=1.0))
     assert all(2**i / 2 <= waits[i] <= 2**i for i in (0, 1, 4, 5)) and waits[2:4] == [17.0, 60.0]
