@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,9 @@ class Medusa2Trainer(Trainer):
         if step == self.first_joint_step:
             assert norm != 0, "the adapter received no gradient in its first step"
         return norm
+
+    def untouched_base(self) -> AbstractContextManager[None]:
+        return self.headed.adapter.off()
 
     def further_figures(self, history: list[_Finished]) -> dict[str, float]:
         last = history[-1]

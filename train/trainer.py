@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -348,10 +348,15 @@ class Trainer:
         the masked half of attention (0 x NaN), so each is tried on its own; not in a sharded base, which no process can run alone."""
         documents = batch.documents_of_row(batch.row_of_pair(pair))
         for name, ids in () if is_sharded(self.accelerator) else documents:
-            hidden = base_model.forward_hidden(self.headed.base, ids[None].to(self.accelerator.device))
+            with self.untouched_base():
+                hidden = base_model.forward_hidden(self.headed.base, ids[None].to(self.accelerator.device))
             if not hidden.isfinite().all():
                 return f"in conversation {name!r} (the base model's own hidden states are not finite)"
         return f"in a row of conversations {', '.join(repr(name) for name, _ in documents)}"
+
+    def untouched_base(self) -> AbstractContextManager[None]:
+        """The base without what trains in it, which is not finite either after such a step."""
+        return nullcontext()
 
     def further_figures(self, history: list[_Finished]) -> dict[str, float]:
         """What is logged besides the heads' own figures."""

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from accelerate import Accelerator
 
@@ -18,7 +19,7 @@ from train.objectives import Objective
 from train.packing import PackedDataset
 
 
-def make_trainer(output: Path, *, family: str = "llama", **options: Any) -> Medusa2Trainer:
+def make_trainer(output: Path, *, dataset: datasets.Dataset | None = None, family: str = "llama", **options: Any) -> Medusa2Trainer:
     defaults: dict[str, Any] = {"num_heads": 3, "batch_size": 2, "epochs": 2, "learning_rate": 0.01, "num_workers": 0, "log_every": 1}
     lora: dict[str, Any] = {"lora_rank": 4, "lora_start_ratio": 0.34}
     sizes: dict[str, Any] = {"max_length": PACK_LENGTH, "pack_length": PACK_LENGTH}
@@ -27,7 +28,8 @@ def make_trainer(output: Path, *, family: str = "llama", **options: Any) -> Medu
     heads = create_heads(config.heads_config(), base)
     torch.manual_seed(0)  # peft draws the adapter's first weights
     model = tuned_model(config)(base, heads, objective=Objective(config.objective, config.lk_eta))
-    trainer = Medusa2Trainer(config, model, PackedDataset(rows(), pack_length=PACK_LENGTH, num_heads=3), Accelerator(cpu=True))
+    packed = PackedDataset(rows() if dataset is None else dataset, pack_length=PACK_LENGTH, num_heads=3)
+    trainer = Medusa2Trainer(config, model, packed, Accelerator(cpu=True))
     trainer.figures = []  # type: ignore[attr-defined]
     trainer.accelerator.log = lambda figures, step: trainer.figures.append(figures)  # type: ignore[attr-defined,method-assign]
     return trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ def poisoned(conversation: int) -> datasets.Dataset:
 
 
 @pytest.mark.parametrize("conversation", [3, 5, 17])
-def test_the_conversation_is_found_in_any_row_of_a_batch(tmp_path: Path, conversation: int) -> None:
-    trainer = make_trainer(tmp_path, batch_size=4, dataset=poisoned(conversation))
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_the_conversation_is_found_in_any_row_of_a_batch(tmp_path: Path, conversation: int, has_adapter: bool) -> None:
+    """An adapter that took that step would make every conversation look like it."""
+    make: Any = partial(make_medusa2_trainer, lora_start_ratio=0.0) if has_adapter else make_trainer
+    trainer = make(tmp_path, batch_size=4, dataset=poisoned(conversation))
     trainer.headed.base.get_input_embeddings().weight.data[VICTIM] = float("nan")  # type: ignore[union-attr,index,operator]
     with pytest.raises(
         ValueError, match=rf"the loss is not finite at step \d+, in conversation 'conversation-{conversation}' .*hidden states"
