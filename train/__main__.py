@@ -19,7 +19,7 @@ from medusa_heads.model_card import model_card
 from train.config import TrainConfig, parse_config
 from train.draft_model_config import DraftModelConfig
 from train.output_folder import claim_output
-from train.training_data import check_token_ids, frequent_tokens, prepare_data
+from train.training_data import check_fits_base, frequent_tokens, prepare_data
 
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -109,12 +109,7 @@ def run(config: TrainConfig) -> Path:
         revision=config.revision,
         quantization=config.base_quantization,
     )
-    if config.max_length > base_model.max_length(model):
-        raise ValueError(
-            f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(model)} tokens; lower it"
-        )
-    check_token_ids(rows, base_model.vocab_size(model))
-    check_token_ids(validation_rows, base_model.vocab_size(model))
+    check_fits_base(model, rows, validation_rows, max_length=config.max_length)
     vocabulary = None
     if config.init_heads:
         initial = load_heads(config.init_heads, model, dtype=torch.float32)

@@ -28,7 +28,7 @@ from train.__main__ import (
 )
 from train.draft_model_config import DraftModelConfig, parse_config
 from train.output_folder import claim_output
-from train.training_data import check_token_ids, prepare_data
+from train.training_data import check_fits_base, prepare_data
 
 RECORD = "draft_model.json"
 
@@ -65,14 +65,9 @@ def run(config: DraftModelConfig) -> Path:
     base, tokenizer = base_model.load_base(
         config.base, dtype=base_model.parse_dtype(dtype), device=accelerator.device, revision=config.revision
     )
-    if config.max_length > base_model.max_length(base):
-        raise ValueError(
-            f"max_length: {config.max_length} is beyond the base model's context of {base_model.max_length(base)} tokens; lower it"
-        )
+    check_fits_base(base, rows, validation_rows, max_length=config.max_length)
     if config.layers >= (depth := len(base_model.decoder_layers(base))):
         raise ValueError(f"layers: {config.layers} is no saving, the base model has {depth}; take fewer")
-    check_token_ids(rows, base_model.vocab_size(base))
-    check_token_ids(validation_rows, base_model.vocab_size(base))
     distilled = DistilledModel(base, copy_first_layers(base, config.layers), train_embeddings=config.train_embeddings)
     packed = PackedDataset(rows, pack_length=config.pack_length, num_heads=1)
     accelerator.print(f"{counts}; {len(packed)} packed rows of up to {config.pack_length} tokens")

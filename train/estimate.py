@@ -44,7 +44,7 @@ from train.objectives import Objective
 from train.packing import PackedDataset, collate
 from train.schedule import number_of_steps
 from train.state_maker import index_states
-from train.training_data import prepare_data
+from train.training_data import check_fits_base, prepare_data
 from train.windows import WindowPlan
 
 UTILISATION = 0.35  # share of a card's peak that matrix products are assumed to reach where nothing was measured
@@ -106,12 +106,14 @@ class Estimate(TrainConfig):
 def estimate(config: Estimate) -> dict[str, Any]:
     """Plain numbers; bytes, seconds and hours as the names say. Memory is what torch allocates (a CUDA context and its
     allocator's gaps come on top), hours are those of the steps (validation comes on top)."""
-    rows, _, counts = prepare_data(config)
+    rows, validation_rows, counts = prepare_data(config)
     device = pick_device(config.device)
     device_type = device.type if config.hardware == "measured" else "cuda"
     dtype = chosen_dtype(config.base_dtype, device_type)
     model_config = base_config(config.base, revision=config.revision)
-    base = count_base(empty_base(model_config, dtype=dtype, device="meta"))
+    empty = empty_base(model_config, dtype=dtype, device="meta")
+    check_fits_base(empty, rows, validation_rows, max_length=config.max_length)
+    base = count_base(empty)
     heads_config, draft_vocab_size = heads_to_train(config)
     heads = count_heads(
         heads_config,

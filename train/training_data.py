@@ -58,6 +58,14 @@ def split_by_id(rows: Any, num_held_out: int) -> tuple[Any, Any]:
     return rows.select(sorted(training)), rows.select(sorted(held_out))
 
 
+def check_fits_base(model: Any, *all_rows: Any | None, max_length: int) -> None:
+    """Raises ValueError where rows of max_length tokens are too long for the base, or hold tokens that it does not have."""
+    if max_length > (context := base_model.max_length(model)):
+        raise ValueError(f"max_length: {max_length} is beyond the base model's context of {context} tokens; lower it")
+    for rows in all_rows:
+        check_token_ids(rows, base_model.vocab_size(model))
+
+
 def check_token_ids(rows: Any | None, vocab_size: int) -> None:
     """Raises ValueError naming the first row, if any, whose token ids, stored with it, are another model's."""
     for batch in () if rows is None else rows.select_columns(["id", "input_ids"]).with_format("numpy").iter(1000):

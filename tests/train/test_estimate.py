@@ -283,6 +283,7 @@ def test_the_twin_is_counted_as_what_it_is() -> None:
         (("--num-processes", "0"), "num_processes: must be above 0"),
         (("--lora-rank", "8"), "lora_rank: an adapter is not counted here"),
         (("--base", "nowhere/at/all"), "--base"),
+        (("--max-length", "513", "--pack-length", "513"), "max_length: 513 is beyond the base model's context of 512 tokens"),
     ],
 )
 def test_what_cannot_be_estimated_names_its_option(
@@ -294,6 +295,12 @@ def test_what_cannot_be_estimated_names_its_option(
         status = error.code
     assert status == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", "").split())
+
+
+def test_data_of_another_model_are_refused_as_in_training(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"id": "foreign", "input_ids": [5, 300, 7], "assistant_spans": [[1, 3]]}
+    (workspace / "data.jsonl").write_text(json.dumps(row) + "\n")
+    assert cli.main(arguments(workspace)) == 2 and "conversation foreign holds token id 300" in capsys.readouterr().err
 
 
 def test_experts_are_measured_not_assumed(workspace: Path) -> None:
