@@ -10,6 +10,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(slots=True)
 class AcceptanceStats:
@@ -57,3 +59,22 @@ class AcceptanceStats:
             "num_rejected_tokens": drafted - self.num_accepted_tokens,
             "draft_acceptance_rate": self.num_accepted_tokens / drafted if drafted else None,
         }
+
+
+# ---------------------------------------------------------------- steps and accepted tokens of each of P prompts: [.., P, 2]
+
+
+def lengths(counts_P2: Any) -> Any:
+    """Mean acceptance lengths, [..]."""
+    return 1 + counts_P2[..., 1].sum(-1) / counts_P2[..., 0].sum(-1).clip(1)
+
+
+def influences(counts_P2: Any) -> Any:
+    """[.., P], such that the standard error of their mean is that of the length, a ratio of sums (delta method)."""
+    steps_P, accepted_P = counts_P2[..., 0], counts_P2[..., 1]
+    return (accepted_P - (lengths(counts_P2)[..., None] - 1) * steps_P) / steps_P.mean(-1, keepdims=True).clip(1e-9)
+
+
+def standard_error(values: Any) -> float | None:
+    """Of the mean; None for a single value."""
+    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None

@@ -39,6 +39,7 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
+from infer.acceptance_stats import influences, lengths, standard_error
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.hardware import hardware
@@ -159,7 +160,7 @@ class CompareObjectives:
         if not path.exists():
             checkpoint, (newest, _) = load_heads(run, model), newest_checkpoint(run)
             assert newest is not None and newest.validations.best is not None
-            steps = {"chosen": newest.validations.best[0], "last": newest.step}
+            steps = {"chosen": newest.validations.best.step, "last": newest.step}
             found = {"steps": steps, "chosen": self.counts(checkpoint, model, prompts)}
             checkpoint.heads.load_state_dict(newest.state["heads"])
             found["last"] = found["chosen"] if steps["chosen"] == steps["last"] else self.counts(checkpoint, model, prompts)
@@ -202,22 +203,6 @@ def own_texts(
             raise ValueError(f"{file}: prompt {index} and {num_tokens} tokens do not fit the base's context: lower --max-new-tokens")
         texts.append((text_hidden_states(model, [*prompt, *answer.token_ids]), list(prompt), answer.token_ids))
     return texts
-
-
-def lengths(counts_SP2: Any) -> Any:
-    """Acceptance lengths [S]."""
-    return 1 + counts_SP2[..., 1].sum(1) / counts_SP2[..., 0].sum(1).clip(1)
-
-
-def influences(counts_SP2: Any) -> Any:
-    """[S, P], such that the standard error of a seed's mean is that of its length, a ratio of sums."""
-    steps_SP, accepted_SP = counts_SP2[..., 0], counts_SP2[..., 1]
-    return (accepted_SP - (lengths(counts_SP2)[:, None] - 1) * steps_SP) / steps_SP.mean(1, keepdims=True)
-
-
-def standard_error(values: Any) -> float | None:
-    """Of the mean; None for a single value."""
-    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
 def make_report(found: dict[str, list[Any]], *, bench: list[str]) -> dict[str, Any]:

@@ -283,18 +283,18 @@ def choose_heads(config: TrainConfig, trainer: Any) -> dict[str, Any]:
     validations = trainer.validations
     if not validations.measured:
         return {}
-    (best, best_length), (last, last_length) = validations.best, validations.measured[-1]
-    chosen = trainer.take_best() if config.keep == "best" else last
+    best, last = validations.best, validations.measured[-1]
+    chosen = trainer.take_best() if config.keep == "best" else last.step
     print(
-        f"the heads of step {chosen} are kept; decoded acceptance length of the best (step {best}) {best_length:.3f}, "
-        f"of the last (step {last}) {last_length:.3f}"
+        f"the heads of step {chosen} are kept; decoded acceptance length of the best (step {best.step}) {best.length:.3f}, "
+        f"of the last (step {last.step}) {last.length:.3f}"
     )
     conditions = f"{len(trainer.validation.prompts)} prompts, {config.validation_tree}, up to {MAX_NEW_TOKENS} new tokens, greedy"
     return {
         f"decoded on validation ({conditions})": {
             "chosen step": chosen,
-            "acceptance length of the best": f"{best_length:.4g} (step {best})",
-            "acceptance length of the last": f"{last_length:.4g} (step {last})",
+            "acceptance length of the best": f"{best.length:.4g} (step {best.step})",
+            "acceptance length of the last": f"{last.length:.4g} (step {last.step})",
         }
     }
 

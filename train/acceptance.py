@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.tree import Tree
@@ -103,23 +104,24 @@ def pick_tree(spec: str, headed: HeadedModel) -> Tree | BeamTree:
     return tree
 
 
-def decode(headed: HeadedModel, validation: Validation, *, part: int = 0, num_parts: int = 1) -> AcceptanceStats:
-    """Answers every num_parts-th prompt from `part` on, greedily, and counts what was accepted.
+def decode(headed: HeadedModel, validation: Validation, *, part: int = 0, num_parts: int = 1) -> Tensor:
+    """Answers every num_parts-th prompt from `part` on, greedily: [P, 2], the base forwards and accepted tokens of each, 0 of the others.
 
     The heads decode in the base's type, as they do when loaded from a finished checkpoint.
     """
-    model, total = headed.base, AcceptanceStats()
-    prompts = validation.prompts[part::num_parts]
-    if not prompts:
-        return total
+    model, counts_P2 = headed.base, torch.zeros(len(validation.prompts), 2, dtype=torch.long)
+    mine = range(part, len(validation.prompts), num_parts)
+    if not mine:
+        return counts_P2
     heads = copy_heads(headed.heads).to(model.dtype).eval()
     drafter = HeadsDrafter(model, heads, pick_tree(validation.tree, headed), draft_vocabulary=headed.draft_vocabulary)
     generator = Generator(model, drafter)
-    for start in range(0, len(prompts), BATCH_SIZE):
-        batch = prompts[start : start + BATCH_SIZE]
-        for answer in generator.generate(batch, max_new_tokens=MAX_NEW_TOKENS, eos_ids=validation.eos_ids):
-            total += answer.stats
-    return total
+    for start in range(0, len(mine), BATCH_SIZE):
+        batch = mine[start : start + BATCH_SIZE]
+        answers = generator.generate([validation.prompts[i] for i in batch], max_new_tokens=MAX_NEW_TOKENS, eos_ids=validation.eos_ids)
+        for index, answer in zip(batch, answers, strict=True):
+            counts_P2[index] = torch.tensor([answer.stats.num_steps, answer.stats.num_accepted_tokens])
+    return counts_P2
 
 
 def copy_heads(heads: MedusaHeads) -> MedusaHeads:

@@ -124,7 +124,8 @@ class TrainConfig:
     validation_tree: str = "beam:16"
     """Tree of the validation: chain, beam:N or a JSON file of rank paths."""
     keep: Literal["best", "last"] = "best"
-    """Which heads become the finished ones: those of the validation with the longest acceptance, or the last."""
+    """Which heads become the finished ones: `best`, of the validations whose acceptance is within a standard error of the longest (paired,
+    over the prompts) those of the last; or `last`, those of the last step."""
     patience: int = 0
     """Stop after this many validations in a row without a longer acceptance. 0: never."""
 

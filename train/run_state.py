@@ -14,32 +14,56 @@ import shutil
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from infer.acceptance_stats import influences, lengths, standard_error
 from medusa_heads.json_text import parse_json
 from medusa_heads.replacing import replacing_folder
 
 
+class Measured(NamedTuple):
+    """A validation: after how many steps, and the base forwards and accepted tokens of every prompt."""
+
+    step: int
+    counts: tuple[tuple[int, int], ...]
+
+    @property
+    def length(self) -> float:
+        """Acceptance length; 1 where every answer is one token."""
+        return float(lengths(np.array(self.counts)))
+
+    def is_level_with(self, longest: Measured) -> bool:
+        """Whether it is at most a standard error shorter, of the difference over the prompts."""
+        apart = influences(np.array(longest.counts)) - influences(np.array(self.counts))
+        return longest.length - self.length <= (standard_error(apart) or 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Validations:
-    """Acceptance lengths measured so far: (finished steps, acceptance length), in order."""
+    """All so far, in order."""
 
-    measured: tuple[tuple[int, float], ...] = ()
+    measured: tuple[Measured, ...] = ()
 
-    def add(self, step: int, acceptance: float) -> Validations:
-        return Validations((*self.measured, (step, acceptance)))
-
-    @property
-    def best(self) -> tuple[int, float] | None:
-        """The longest, of equal ones the first."""
-        return max(self.measured, key=lambda found: found[1], default=None)
+    def add(self, step: int, counts: tuple[tuple[int, int], ...]) -> Validations:
+        return Validations((*self.measured, Measured(step, counts)))
 
     @property
-    def num_since_best(self) -> int:
-        return len(self.measured) - 1 - self.measured.index(self.best) if self.best else 0
+    def best(self) -> Measured | None:
+        """The last that is level with the longest: so small a difference is chance, and later heads have learnt from more."""
+        return next((found for found in reversed(self.measured) if found.is_level_with(self.measured[self._longest])), None)
+
+    @property
+    def num_since_longest(self) -> int:
+        return len(self.measured) - 1 - self._longest if self.measured else 0
+
+    @property
+    def _longest(self) -> int:
+        """Its index, of equal ones the first."""
+        return max(range(len(self.measured)), key=lambda index: self.measured[index].length)
 
 
 NO_VALIDATIONS = Validations()
@@ -113,11 +137,12 @@ def _best_step(folder: Path) -> int | None:
         best = _read_validations(parse_json((folder / "run.json").read_text())).best
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return None
-    return best[0] if best else None
+    return best.step if best else None
 
 
 def _read_validations(run: dict[str, Any]) -> Validations:
-    return Validations(tuple((int(step), float(acceptance)) for step, acceptance in run.get("validations", ())))
+    found = ((int(step), tuple((int(steps), int(accepted)) for steps, accepted in counts)) for step, counts in run.get("validations", ()))
+    return Validations(tuple(Measured(step, counts) for step, counts in found))
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[Checkpoint | None, list[str]]:

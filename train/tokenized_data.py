@@ -140,7 +140,7 @@ def _prepare(
             work = scratch / folder.name
             rows.save_to_disk(str(work / "rows"))
             (work / "counts.json").write_text(json.dumps(asdict(counts)))
-            if folder.name != _cache_key(sources, tokenizer, max_length, limit, data_format):
+            if folder.name != _cache_key(sources, tokenizer, max_length, cut_circles, limit, data_format):
                 names = ", ".join(map(str, sources))
                 raise ValueError(f"data: {names} changed while it was read: start again once nothing writes to it any more")
             try:

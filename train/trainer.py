@@ -184,7 +184,7 @@ class Trainer:
                 self._check_finite(pending)
             if validates:
                 self._validate(step + 1)
-            if saves or (validates and self.validations.num_since_best == 0) or self._is_patience_over():
+            if saves or (validates and self._is_best(step + 1)) or self._is_patience_over():
                 self._save(step + 1)
             bar.update()
             if self._is_patience_over():
@@ -240,8 +240,11 @@ class Trainer:
     def _is_due(step: int, every: int) -> bool:
         return every > 0 and (step + 1) % every == 0
 
+    def _is_best(self, step: int) -> bool:
+        return self.validations.best is not None and self.validations.best.step == step
+
     def _is_patience_over(self) -> bool:
-        return 0 < self.config.patience <= self.validations.num_since_best
+        return 0 < self.config.patience <= self.validations.num_since_longest
 
     def _validate(self, step: int) -> None:
         """Decodes the validation prompts, each process its part; every process learns the result."""
@@ -250,35 +253,33 @@ class Trainer:
         self.model.eval()
         expected = None
         with in_lock_step(accelerator, self.headed):
-            stats = acceptance.decode(self.headed, self.validation, part=accelerator.process_index, num_parts=accelerator.num_processes)
+            counts_P2 = acceptance.decode(self.headed, self.validation, part=accelerator.process_index, num_parts=accelerator.num_processes)
             if accelerator.is_main_process:
                 expected = acceptance.expected_length(self.headed, self.validation)
-        counts = torch.tensor([stats.num_steps, stats.num_accepted_tokens], device=accelerator.device)
-        num_steps, num_accepted = accelerator.reduce(counts, reduction="sum").tolist()
-        length = 1 + num_accepted / max(1, num_steps)  # 1 where every answer is one token
+        counts_P2 = accelerator.reduce(counts_P2.to(accelerator.device), reduction="sum")
+        self.validations = self.validations.add(step, tuple((steps, accepted) for steps, accepted in counts_P2.tolist()))
+        length, best = self.validations.measured[-1].length, self.validations.best
         figures = {ACCEPTANCE: length}
         if expected:
             figures[EXPECTED] = expected
         self.model.train()
-        self.validations = self.validations.add(step, length)
         self.history.record(figures, step)
-        if accelerator.is_main_process:
-            best_step, best = self.validations.best or (step, length)
-            tqdm.write(f"step {step}: acceptance length {length:.3f} (best {best:.3f}, step {best_step})", file=sys.stderr)
+        if accelerator.is_main_process and best is not None:
+            tqdm.write(f"step {step}: acceptance length {length:.3f} (best {best.length:.3f}, step {best.step})", file=sys.stderr)
 
     def take_best(self) -> int:
         """Puts the heads of the best validation into the model and returns their step; where they cannot be read, the last ones stay."""
-        best, last = self.validations.best, self.validations.measured[-1][0]
+        best, last = self.validations.best, self.validations.measured[-1].step
         assert best is not None
-        if best[0] == last:
+        if best.step == last:
             return last
         try:
-            checkpoint = read_checkpoint(checkpoint_folder(Path(self.config.output_dir), best[0]))
+            checkpoint = read_checkpoint(checkpoint_folder(Path(self.config.output_dir), best.step))
         except ValueError as error:
             print(f"warning: {error}: the last heads are kept instead of the best", file=sys.stderr)
             return last
         self.trained.load_state_dict(checkpoint.state["heads"])
-        return best[0]
+        return best.step
 
     def _step(self, step: int, window: list[TrainBatch]) -> _Finished:
         """One optimizer step over an accumulation window.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import random
+
+import numpy as np
 import pytest
 
-from infer.acceptance_stats import AcceptanceStats
+from infer.acceptance_stats import AcceptanceStats, influences, lengths, standard_error
 
 
 def recorded(*accepted: int, drafted: int = 5) -> AcceptanceStats:
@@ -57,3 +61,14 @@ def test_adding_leaves_the_terms_alone() -> None:
     first, second = recorded(1), recorded(2)
     _ = first + second
     assert first == recorded(1) and second == recorded(2)
+
+
+def test_the_error_of_a_length_is_that_of_a_ratio_of_sums() -> None:
+    """The delta method against throwing prompts out at random: the spread of lengths over many resamplings."""
+    counts = [(10, 12), (20, 10), (5, 9), (30, 31), (12, 2), (8, 16), (25, 20), (14, 14), (9, 1), (18, 27)]
+    one_seed = np.array([counts], float)
+    assert lengths(one_seed) == pytest.approx([1 + 142 / 151]) and influences(one_seed).sum() == pytest.approx(0)
+    chooser = random.Random(0)
+    found = lengths(np.array([chooser.choices(counts, k=10) for _ in range(4000)], float))
+    assert standard_error(influences(one_seed)[0]) == pytest.approx(found.std(), rel=0.12)
+    assert standard_error([2.0, 4.0, 6.0]) == pytest.approx(2 / math.sqrt(3)) and standard_error([1.0]) is None

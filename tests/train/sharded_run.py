@@ -6,7 +6,6 @@ sets for accelerate's FSDP2 or DeepSpeed. The last run is the whole program with
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import sys
 from collections.abc import Callable
@@ -56,10 +55,10 @@ def validated(folder: Path, num_processes: int) -> dict[str, Any]:
         "held_out": 1,
     }
     trainer = make_trainer(folder, **options)
-    before = {}
+    before: list[list[int]] = []
     with in_lock_step(trainer.accelerator, trainer.headed):
         if trainer.accelerator.is_main_process:
-            before = dataclasses.asdict(decode(trainer.headed, Validation(PROMPTS[:1], (2,))))
+            before = decode(trainer.headed, Validation(PROMPTS[:1], (2,))).tolist()
     trainer.train(Validation(PROMPTS, (2,), answers=answers))
     if trainer.accelerator.is_main_process:
         for step in range(KILLED_AT + 1, trainer.num_steps + 1):
@@ -68,7 +67,7 @@ def validated(folder: Path, num_processes: int) -> dict[str, Any]:
     resumed = make_trainer(folder, **options)
     resumed.train(Validation(PROMPTS, (2,), answers=answers))
     figures = [{name: value for name, value in row.items() if "second" not in name} for row in read_history(folder / "history.jsonl")]
-    measured = {"before": before, "figures": figures, "validations": trainer.validations.measured}
+    measured = {"before": before, "figures": figures, "validations": [tuple(found) for found in trainer.validations.measured]}
     return outcome(trainer) | {"resumed": outcome(resumed)} | measured
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.tree import Tree, chain
@@ -44,20 +43,21 @@ def test_tree_vocabulary_and_end_of_answers_are_those_given(monkeypatch: pytest.
     heads = random_heads(model)
     plain = Generator(model).generate(PROMPTS, max_new_tokens=12, eos_ids=())
     end = (plain[0].token_ids[4],)
-    found, proposals = {}, []
+    found, proposals, sizes = {}, [], []
 
-    def noting(*arguments: Any, draft_vocabulary: torch.Tensor | None, **options: Any) -> HeadsDrafter:
+    def noting(base: Any, of_heads: Any, tree: Tree | BeamTree, *, draft_vocabulary: torch.Tensor | None) -> HeadsDrafter:
         proposals.append(draft_vocabulary)
-        return HeadsDrafter(*arguments, draft_vocabulary=draft_vocabulary, **options)
+        sizes.append(tree.num_nodes)
+        return HeadsDrafter(base, of_heads, tree, draft_vocabulary=draft_vocabulary)
 
     monkeypatch.setattr(acceptance, "HeadsDrafter", noting)
     for proposed in (None, vocabulary):
         for eos in ((), end):
             generator = Generator(model, HeadsDrafter(model, heads, TREES[tree], draft_vocabulary=proposed))
             answers = generator.generate(PROMPTS, max_new_tokens=12, eos_ids=eos)
-            found[proposed is None, eos] = decode(HeadedModel(model, heads, draft_vocabulary=proposed), Validation(PROMPTS, eos, tree))
-            assert found[proposed is None, eos] == sum((answer.stats for answer in answers), AcceptanceStats())
+            counts_P2 = decode(HeadedModel(model, heads, draft_vocabulary=proposed), Validation(PROMPTS, eos, tree))
+            assert counts_P2.tolist() == [[answer.stats.num_steps, answer.stats.num_accepted_tokens] for answer in answers]
+            found[proposed is None, eos] = int(counts_P2[:, 0].sum())
     assert [None if ids is None else ids.tolist() for ids in proposals] == [None, None, vocabulary.tolist(), vocabulary.tolist()]
-    assert found[True, ()].num_steps > found[True, end].num_steps
-    drafted = found[True, ()].num_drafted_tokens / found[True, ()].num_steps
-    assert drafted == TREES[tree].num_nodes
+    assert found[True, ()] > found[True, end]
+    assert sizes == [TREES[tree].num_nodes] * 4

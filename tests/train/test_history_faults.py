@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.acceptance_stats import AcceptanceStats
 from medusa_heads import base_model
 from tests.train.training_runs import make_trainer, rows
 from train import acceptance
@@ -56,10 +55,10 @@ def test_the_log_holds_the_naive_figures(tmp_path: Path) -> None:
 def test_acceptance_counts_what_every_process_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that each judged by their own prompts would disagree on when to stop, and wait for each other for ever."""
     trainer = make_trainer(tmp_path)
-    trainer.validation = Validation([[3, 4]], ())
-    monkeypatch.setattr(acceptance, "decode", lambda *_, **__: AcceptanceStats(10, 160, 4))
+    trainer.validation = Validation([[3, 4], [5]], ())
+    monkeypatch.setattr(acceptance, "decode", lambda *_, **__: torch.tensor([[10, 4], [0, 0]]))
     monkeypatch.setattr(acceptance, "expected_length", lambda *_, **__: None)
-    elsewhere = torch.tensor([30, 32])
+    elsewhere = torch.tensor([[0, 0], [30, 32]])
 
     def reduce(counts: Tensor, reduction: str) -> Tensor:
         assert reduction == "sum"
@@ -67,7 +66,7 @@ def test_acceptance_counts_what_every_process_decoded(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(trainer.accelerator, "reduce", reduce)
     trainer._validate(7)
-    assert trainer.validations.measured == ((7, 1 + (4 + 32) / (10 + 30)),)
+    assert trainer.validations.measured == ((7, ((10, 4), (30, 32))),)
     assert read_history(tmp_path / FILE_NAME) == [{"step": 7, ACCEPTANCE: 1.9}]
 
 

@@ -17,7 +17,6 @@ import datasets
 import pytest
 import torch
 
-from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.tree_builders import static_tree
@@ -63,7 +62,7 @@ def test_the_card_says_which_heads_were_chosen(
     prompts = workspace / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"the cat {word}"}]}) + "\n" for word in WORDS))
     lengths = iter([150, 180, 170, 150, 180, 170])
-    monkeypatch.setattr("train.acceptance.decode", lambda *args, **options: AcceptanceStats(100, 0, next(lengths) - 100))
+    monkeypatch.setattr("train.acceptance.decode", lambda *args, **options: torch.tensor([[100, next(lengths) - 100]] * 4))
     options = ("--max-steps", "3", "--validate-every", "1", "--validation-prompts", str(prompts), "--num-validation-prompts", "4")
     model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
     written = {}

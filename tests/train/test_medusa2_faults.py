@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from infer.acceptance_stats import AcceptanceStats
 from infer.drafters.heads import HeadsDrafter
 from infer.generate import Generator
 from infer.tree_spec import BeamTree
@@ -51,7 +50,7 @@ def test_the_adapter_has_the_learning_rate_that_was_asked_for(tmp_path: Path, gi
 def test_the_best_adapter_comes_back_with_the_best_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The written pair is the one that was decoded together, while the last one had moved on."""
     lengths = iter([1.2, 1.7, 1.5])
-    monkeypatch.setattr(acceptance, "decode", lambda *_, **__: AcceptanceStats(100, 0, round(100 * next(lengths)) - 100))
+    monkeypatch.setattr(acceptance, "decode", lambda *_, **__: torch.tensor([[100, round(100 * next(lengths)) - 100]]))
     trainer = make_trainer(tmp_path, held_out=1, validate_every=2, max_steps=6, lora_start_ratio=0.0, lora_learning_rate=0.01)
     after: dict[int, dict[str, torch.Tensor]] = {}
     validate = trainer._validate
@@ -78,7 +77,7 @@ def test_validation_decodes_the_tuned_base(tmp_path: Path, is_on: bool) -> None:
     with contextlib.nullcontext() if is_on else trainer.headed.adapter.off():
         answers = Generator(trainer.headed.base, drafter).generate(prompts, max_new_tokens=acceptance.MAX_NEW_TOKENS, eos_ids=())
     found = acceptance.decode(trainer.headed, Validation(prompts, ()))
-    assert (found == sum((answer.stats for answer in answers), AcceptanceStats())) == is_on
+    assert (found.tolist() == [[answer.stats.num_steps, answer.stats.num_accepted_tokens] for answer in answers]) == is_on
 
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (10.0, 2.5)])
