@@ -24,7 +24,8 @@ def check_writable(path: Path, option: str) -> None:
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path` that takes its place when the block succeeds."""
+    """A temporary name beside `path` that takes its place when the block succeeds. A link stays one: what it points to is replaced."""
+    path = path.resolve()
     work = path.with_name(f".{path.name}-{os.getpid()}{path.suffix}")
     try:
         yield work
@@ -35,6 +36,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 def remove_leftovers(path: Path) -> None:
     """Removes what killed writers of `path` left beside it. For the holder of its lock alone: nobody may be writing it."""
+    path = path.resolve()
     name = re.compile(rf"\.{re.escape(path.name)}-\d+{re.escape(path.suffix)}")
     for leftover in path.parent.iterdir():
         if name.fullmatch(leftover.name):

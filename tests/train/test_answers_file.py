@@ -69,3 +69,15 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=rf"--output .*{re.escape(name)} cannot be used \(.*\): choose another place"):
         opened(tmp_path / "o.jsonl")
+
+
+def test_an_output_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    """To a larger disk, say."""
+    (tmp_path / "large").mkdir()
+    (link := tmp_path / "o.jsonl").symlink_to(target := tmp_path / "large" / "there.jsonl")
+    (left := tmp_path / "large" / ".there.jsonl-77.jsonl").touch()
+    with AnswersFile(link, SETTINGS) as answers:
+        answers.append(ROW)
+        answers.finish(["a"], {})
+    assert link.is_symlink() and json.loads(target.read_text()) == ROW and not left.exists()
+    assert opened(link).is_finished
