@@ -90,6 +90,7 @@ def in_parallel(work: Callable[[Job], Job], jobs: Sequence[Job], *, num_threads:
             except BaseException as error:
                 done.put(error)
 
+    num_threads = min(num_threads, len(jobs))
     for job in [*jobs, *[None] * num_threads]:
         todo.put(job)
     for _ in range(num_threads):

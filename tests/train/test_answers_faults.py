@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiny_models import tiny_tokenizer
 from tests.train.fake_server import Body, Reply, completion, serving
 from train.regenerate import Regenerate
+from train.server_answers import in_parallel
 from train.tokenized_data import tokenize_dataset
 
 
@@ -33,6 +36,20 @@ def test_an_error_no_request_can_mend_ends_the_run_and_loses_no_conversation(tmp
         expired[0] = False
         command.run()
     assert [json.loads(line)["id"] for line in output.read_text().splitlines()] == [str(i) for i in range(9)]
+
+
+def test_no_more_threads_are_started_than_there_are_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    jobs: list[Any] = ["a", "b", "c"]
+    found: list[Any] = list(in_parallel(lambda job: job, jobs, num_threads=1_000))
+    assert sorted(found) == jobs and len(started) == 3
 
 
 @pytest.mark.parametrize(("max_length", "cut", "kept"), [(5, 0, [5, 4]), (4, 1, [4, 4]), (3, 2, [3, 3])])
