@@ -134,6 +134,8 @@ class Regenerate:
             self._answer(mine, chat, answers, answerer, facts)
 
     def _check_options(self) -> None:
+        if self.output.suffix == ".parquet":
+            raise ValueError(f"--output {self.output}: answers are written as JSONL: name it .jsonl or .jsonl.gz")
         if self.self_prompts < 0:
             raise ValueError(f"--self-prompts {self.self_prompts}: it must be 0 or more")
         if self.self_prompts_like and not self.self_prompts:

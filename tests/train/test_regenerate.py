@@ -430,6 +430,11 @@ def test_impossible_options_are_refused(base: str, prompts: Path, tmp_path: Path
         command(base, tmp_path / "out.jsonl", prompts, **options).run()
 
 
+def test_an_output_that_would_be_read_as_parquet_is_refused(base: str, prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--output .*answers\.parquet: answers are written as JSONL: name it \.jsonl or \.jsonl\.gz"):
+        command(base, tmp_path / "answers.parquet", prompts).run()
+
+
 def test_missing_or_empty_prompts_are_refused(base: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --prompts"):
         command(base, tmp_path / "out.jsonl").run()
