@@ -181,10 +181,12 @@ def _without_advice() -> Iterator[None]:
 
 
 def check_targets(base: PreTrainedModel, targets: Sequence[str]) -> None:
-    """Raises ValueError when a target is no layer of the base, or is its LM head or its input embedding."""
+    """Raises ValueError when there is no target, or one is no linear layer of the base, or is its LM head or its input embedding."""
     modules = {name: module for name, module in base.named_modules() if name}
-    layers = (name for name, module in modules.items() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    layers = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"}
     linear = sorted({name.rpartition(".")[2] for name in layers})
+    if not targets:
+        raise ValueError(f"--lora-targets names no layer: leave it out for {ALL_LINEAR}, or take some of {', '.join(linear)}")
     frozen = {id(base_model.lm_head(base)), id(base.get_input_embeddings())}
     for target in targets:
         matched = [module for name, module in modules.items() if name == target or name.endswith(f".{target}")]
@@ -197,6 +199,8 @@ def check_targets(base: PreTrainedModel, targets: Sequence[str]) -> None:
             )
         if any(id(module) in frozen for module in matched):
             raise ValueError(f"--lora-targets {target!r}: {_never_adapted(_tied(base))}. Leave it out")
+        if any(module not in layers.values() for module in matched):
+            raise ValueError(f"--lora-targets {target!r}: not a linear layer; take some of {', '.join(linear)}")
 
 
 def _never_adapted(tied: bool) -> str:

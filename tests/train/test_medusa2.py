@@ -372,6 +372,9 @@ def test_merging_rounds_as_exact_arithmetic(tmp_path: Path, dtype: torch.dtype) 
     [
         (["lm_head"], "LM head and input embedding are never adapted.*as here"),
         (["q_proj", "embed_tokens"], "'embed_tokens': LM head and input embedding are never adapted"),
+        ([], "--lora-targets names no layer: leave it out for all-linear, or take some of down_proj"),
+        (["norm"], "--lora-targets 'norm': not a linear layer; take some of down_proj"),
+        (["q_proj", "self_attn"], "--lora-targets 'self_attn': not a linear layer"),
         (["q_prj"], "'q_prj', did you mean 'q_proj'|'q_prj'.*no such layer.*q_proj"),
     ],
 )
