@@ -261,6 +261,10 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
         validation_ids=held_out,
         tuned=config.lora_rank > 0,
     )
+    try:
+        print(f"picture of the run: {plot_history(output)}")
+    except (ValueError, OSError) as error:
+        print(f"no picture of the run: {error}", file=sys.stderr)
     staging = output / "finished"
     save_heads(trainer.heads, staging, card=card, measured=measured, draft_vocabulary=vocabulary)
     for path in sorted(staging.iterdir(), key=lambda p: p.name == "config.json"):  # config.json last: it marks the folder as whole
@@ -270,10 +274,6 @@ def write_heads(config: TrainConfig, trainer: Any, validation_rows: Any, counts:
         path.rename(target)
     staging.rmdir()
     print(f"heads written to {output}")
-    try:
-        print(f"picture of the run: {plot_history(output)}")
-    except (ValueError, OSError) as error:
-        print(f"no picture of the run: {error}", file=sys.stderr)
 
 
 def choose_heads(config: TrainConfig, trainer: Any) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def plot_history(output_dir: Path) -> Path:
     for axes in acceptance_axes:
         _draw(axes, rows, acceptance, "acceptance length on validation", style="o-")
     path = output_dir / PLOT_NAME
+    remove_leftovers(path)
     with replacing_file(path) as work:
         figure.savefig(work, dpi=120, format="png")
     return path

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.train.test_main import arguments, workspace  # noqa: F401
 from tests.train.training_runs import make_trainer
 from train import __main__ as program
-from train.history import FILE_NAME
+from train.history import FILE_NAME, PLOT_NAME
 from train.run_state import checkpoint_folders
 from train.trainer import Trainer
 
@@ -63,6 +63,26 @@ def test_another_base_under_the_same_name_is_found(begun: Path) -> None:
 def test_what_only_steers_the_run_may_change(begun: Path) -> None:
     steering: dict[str, Any] = dict(save_every=3, keep_checkpoints=1, log_every=5, log_with="tensorboard", project="other", num_workers=1)
     make_trainer(begun, **steering).train()
+
+
+def test_killed_over_the_picture_the_run_draws_it_the_next_time(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Finished heads are refused, so whatever is written after them is lost to a kill."""
+    options, out = arguments(workspace, "--max-steps", "1"), workspace / "out"
+    real = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == PLOT_NAME:
+            raise SystemExit(9)
+        return real(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        program.main(options)
+    assert list(out.glob(".history.png-*"))
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    assert program.main(options) == 0
+    assert (out / PLOT_NAME).exists() and (out / "config.json").exists() and not list(out.glob(".history.png-*"))
 
 
 def test_a_disk_that_fills_up_under_the_finished_heads_costs_no_step(
