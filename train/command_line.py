@@ -23,6 +23,13 @@ class AsWritten(yaml.SafeLoader):
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Raises yaml.YAMLError for a key that is given twice: the parser would keep the last and drop the others."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if repeated := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.YAMLError(f"{repeated} is given twice")
+        return super().construct_mapping(node, deep)
+
 
 def parse_command(command: type[Command], argv: list[str], *, prog: str) -> Command:
     """command: a dataclass whose fields are the options. Flags win over the file wherever they stand.

@@ -115,6 +115,7 @@ def test_a_later_file_wins_over_an_earlier_one(tmp_path: Path) -> None:
         ("on: 1", "unknown key 'on'$"),
         ("1: 2", "unknown key '1'$"),
         ("null: 3", "unknown key 'null'$"),
+        ("seed: 1\nlimit: 3\nseed: 2", "not valid YAML: seed is given twice"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
