@@ -16,6 +16,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     CohereConfig,
+    DynamicCache,
     Gemma3TextConfig,
     GenerationConfig,
     GPTNeoXConfig,
@@ -82,7 +83,7 @@ def test_layers_and_what_they_cache(name: str) -> None:
 def test_a_cached_forward_continues_the_text() -> None:
     model = tiny_model("llama")
     input_ids = torch.randint(3, 300, (1, 9))
-    cache = base_model.DynamicCache()
+    cache = DynamicCache()
     base_model.forward_hidden(model, input_ids[:, :6], cache=cache)
     last = base_model.forward_hidden(model, input_ids[:, 6:], cache=cache, position_ids=torch.arange(6, 9)[None])
     assert torch.allclose(last, base_model.forward_hidden(model, input_ids)[:, 6:], atol=1e-5)
