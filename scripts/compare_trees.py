@@ -94,7 +94,8 @@ class CompareTrees:
                 rows = [row | found for row, found in zip(rows, decoded, strict=True)]
         print_rows(rows)
         if self.json is not None:
-            facts = {"hardware": hardware(model.device), "versions": versions(), "commit": commit(), "dtype": str(model.dtype)}
+            facts: dict[str, Any] = {"hardware": hardware(model.device), "versions": versions()}
+            facts |= {"commit": commit(), "dtype": str(model.dtype)}
             facts |= {"batch_size": self.batch_size, "max_new_tokens": self.max_new_tokens}
             if self.prompts is not None:
                 facts["prompts"] = {"file": str(self.prompts), "sha256": file_sha256(self.prompts), "num": len(prompt_ids)}
