@@ -105,7 +105,7 @@ class Adapter:
             layer.double()  # type: ignore[attr-defined]
             try:
                 layer.merge()  # type: ignore[attr-defined]
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 raise ValueError(f"the adapter cannot be merged into the base's weights ({_one_line(error)})") from error
             layer.get_base_layer().to(dtype)
         merged = self.model.base_model.unload()  # type: ignore[operator]
