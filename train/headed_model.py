@@ -7,6 +7,7 @@ One module because every sharding strategy of accelerate prepares one model and 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -79,6 +80,10 @@ class HeadedModel(nn.Module):
         super().train(mode)
         self.base.eval()
         return self
+
+    def untouched_base(self) -> AbstractContextManager[None]:
+        """Within the block the base is without what trains in it."""
+        return nullcontext()
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:

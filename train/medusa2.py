@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from medusa_heads.heads import MedusaHeads
 from medusa_heads.merge import merged_base
 from medusa_heads.quantization import quantization_of
 from train.config import TrainConfig
+from train.finished_step import FinishedStep
 from train.headed_model import HeadedModel
-from train.trainer import Trainer, _Finished
+from train.trainer import Trainer
 from train.tuned_model import TunedModel
 
 HEADS_SHARE = {"distill": 0.01, "data": 0.2}  # of the Medusa paper, section 2.2.2 and its code
@@ -76,10 +76,7 @@ class Medusa2Trainer(Trainer):
             assert norm != 0, "the adapter received no gradient in its first step"
         return norm
 
-    def untouched_base(self) -> AbstractContextManager[None]:
-        return self.headed.adapter.off()
-
-    def further_figures(self, history: list[_Finished]) -> dict[str, float]:
+    def further_figures(self, history: list[FinishedStep]) -> dict[str, float]:
         last = history[-1]
         figures = {"adapter/learning_rate": self.learning_rates(last.step)[1], "adapter/heads_share": self.heads_share(last.step) or 0.0}
         if last.adapter_norm is not None:

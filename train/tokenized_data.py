@@ -89,11 +89,10 @@ def tokenize_dataset(
 ) -> tuple[datasets.Dataset, DataCounts]:
     """All conversations of the sources (see row_source), tokenised: a dataset with columns id, input_ids, assistant_mask.
 
-    Conversations longer than max_length are cut at the right, with cut_circles before that behind the first repetition of an answer
-    that goes in circles; rows in which no slot is supervised, which
-    takes two supervised tokens in a row, are left out. With cache_dir all lies on disk, and the result is
-    kept there under a hash of everything it depends on; without, in memory. num_proc: None takes one
-    process per 5,000 conversations, at most one per core.
+    Conversations longer than max_length are cut at the right, with cut_circles before that behind the first repetition of an
+    answer that goes in circles. Rows in which no slot is supervised, which takes two supervised tokens in a row, are left out.
+    With cache_dir all lies on disk, and the result is kept there under a hash of everything it depends on; without, in memory.
+    num_proc: None takes one process per 5,000 conversations, at most one per core.
     Raises ValueError for unusable sources (see read_conversations) and when nothing is left to train on.
     """
     if max_length < 2:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from medusa_heads import base_model
 from medusa_heads.fingerprint import weights_digest
 from medusa_heads.heads import MedusaHeads
 from train import acceptance
 from train.acceptance import Validation
 from train.batch import TrainBatch, window_counts
 from train.config import TrainConfig
-from train.headed_model import TOP, HeadedModel, HeadedOutput
+from train.finished_step import FinishedStep, culprit, slot_means, slot_norms
+from train.headed_model import HeadedModel
 from train.hidden_states import training_windows
 from train.history import ACCEPTANCE, EXPECTED, History
 from train.packing import PackedDataset, num_supervised_slots
@@ -52,18 +52,6 @@ from train.sharding import (
     whole,
 )
 from train.windows import WindowPlan
-
-
-@dataclass(slots=True)
-class _Finished:
-    """A window whose numbers may still be on their way from the device."""
-
-    step: int
-    batches: list[TrainBatch]
-    outputs: list[HeadedOutput]
-    slot_counts: Tensor
-    grad_norms: Tensor
-    adapter_norm: Tensor | None = None
 
 
 class Trainer:
@@ -163,8 +151,8 @@ class Trainer:
             num_steps=self.num_steps if not self._is_patience_over() else first_step,
         )
         bar = tqdm(total=self.num_steps, initial=first_step, desc="training", unit="step", disable=not self.accelerator.is_main_process)
-        pending: _Finished | None = None
-        history: list[_Finished] = []
+        pending: FinishedStep | None = None
+        history: list[FinishedStep] = []
         self.started = time.perf_counter()
         for step, window in enumerate(source, start=first_step):
             finished = self._step(step, window)
@@ -281,7 +269,7 @@ class Trainer:
         self.trained.load_state_dict(checkpoint.state["heads"])
         return best.step
 
-    def _step(self, step: int, window: list[TrainBatch]) -> _Finished:
+    def _step(self, step: int, window: list[TrainBatch]) -> FinishedStep:
         """One optimizer step over an accumulation window.
 
         Every slot's sum is divided by its own count over all processes and micro-batches; the count
@@ -307,29 +295,24 @@ class Trainer:
         average_gradients(accelerator, self.trained.parameters())
         accelerator.unscale_gradients()  # of float16, whose losses were scaled
         of_heads = gradients(accelerator, self.heads)
-        norms_K = torch.stack([_slot_norm(of_heads, k) for k in range(self.num_heads)])
+        norms_K = slot_norms(of_heads, self.num_heads)
         adapter_norm = self.clip_gradients(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return _Finished(step, window, outputs, counts_K, norms_K, adapter_norm)
+        return FinishedStep(step, window, outputs, counts_K, norms_K, adapter_norm)
 
-    def _assert_every_head_learns(self, finished: _Finished) -> None:
-        losses_K = torch.stack([output.slot_loss_K for output in finished.outputs]).sum(0)  # 0 where no target was one to be proposed
-        learned = zip(finished.grad_norms.tolist(), losses_K.tolist(), strict=True)
-        silent = [k for k, (norm, loss) in enumerate(learned, start=1) if loss and norm == 0]
+    def _assert_every_head_learns(self, finished: FinishedStep) -> None:
         self._check_finite(finished)
-        assert not silent, f"heads {silent} received no gradient in the first step"
+        assert not (silent := finished.silent_heads()), f"heads {silent} received no gradient in the first step"
 
-    def _check_finite(self, finished: _Finished) -> None:
+    def _check_finite(self, finished: FinishedStep) -> None:
         """Raises ValueError when a loss or a gradient of the step was not finite; its weights are not saved."""
-        for batch, output in zip(finished.batches, finished.outputs, strict=True):
-            if (pair := int(output.first_bad_pair)) >= 0:
-                raise ValueError(
-                    f"the loss is not finite at step {finished.step + 1}, {self._culprit(batch, pair)}, head "
-                    f"{int(batch.tensors['pair_slot'][pair]) + 1}. {self._what_to_do()}"
-                )
-        norms = (finished.grad_norms,) if finished.adapter_norm is None else (finished.grad_norms, finished.adapter_norm)
-        if not all(norm.isfinite().all() for norm in norms) and not self._rescales():
+        if bad := finished.bad_pair():
+            batch, pair = bad
+            where = culprit(self.headed, batch, pair, runs_alone=not is_sharded(self.accelerator))
+            head = int(batch.tensors["pair_slot"][pair]) + 1
+            raise ValueError(f"the loss is not finite at step {finished.step + 1}, {where}, head {head}. {self._what_to_do()}")
+        if not finished.has_finite_gradients() and not self._rescales():
             raise ValueError(f"the gradient is not finite at step {finished.step + 1}. {self._what_to_do()}")
 
     def _rescales(self) -> bool:
@@ -343,52 +326,25 @@ class Trainer:
             "lower learning_rate, and train into another --output-dir"
         )
 
-    @torch.no_grad()
-    def _culprit(self, batch: TrainBatch, pair: int) -> str:
-        """Which conversation broke the loss. One that is not finite spoils its whole packed row through
-        the masked half of attention (0 x NaN), so each is tried on its own; not in a sharded base, which no process can run alone."""
-        documents = batch.documents_of_row(batch.row_of_pair(pair))
-        for name, ids in () if is_sharded(self.accelerator) else documents:
-            with self.untouched_base():
-                hidden = base_model.forward_hidden(self.headed.base, ids[None].to(self.accelerator.device))
-            if not hidden.isfinite().all():
-                return f"in conversation {name!r} (the base model's own hidden states are not finite)"
-        return f"in a row of conversations {', '.join(repr(name) for name, _ in documents)}"
-
-    def untouched_base(self) -> AbstractContextManager[None]:
-        """The base without what trains in it, which is not finite either after such a step."""
-        return nullcontext()
-
-    def further_figures(self, history: list[_Finished]) -> dict[str, float]:
+    def further_figures(self, history: list[FinishedStep]) -> dict[str, float]:
         """What is logged besides the heads' own figures."""
         return {}
 
-    def _log(self, history: list[_Finished], bar: Any) -> None:
+    def _log(self, history: list[FinishedStep], bar: Any) -> None:
         """Means over the steps since the last log line, over all processes."""
-        outputs = [output for finished in history for output in finished.outputs]
-        sums_KX = torch.stack([torch.cat([o.slot_loss_K[:, None], o.slot_overlap_K[:, None], o.slot_hits_KT], 1) for o in outputs]).sum(0)
-        counts_K = torch.stack([finished.slot_counts for finished in history]).sum(0)
-        per_slot = (self.accelerator.reduce(sums_KX, reduction="sum") / counts_K.clamp(min=1)[:, None]).tolist()
-        self.tokens_done += int(counts_K[0])
-        loss = self.accelerator.reduce(torch.stack([output.loss for output in outputs]).sum(), reduction="mean") / len(history)
+        slots = slot_means(history, self.accelerator)
+        self.tokens_done += int(torch.stack([finished.slot_counts[0] for finished in history]).sum())
+        losses = torch.stack([output.loss for finished in history for output in finished.outputs])
         figures = {
-            "loss": loss.item(),
+            "loss": self.accelerator.reduce(losses.sum(), reduction="mean").item() / len(history),
             "learning_rate": self.learning_rate(history[-1].step),
             "response_tokens_per_second": self.tokens_done / (time.perf_counter() - self.started),
         }
-        for k, (slot_loss, slot_overlap, *hits) in enumerate(per_slot, start=1):
-            figures |= {f"slot{k}/loss": slot_loss, f"slot{k}/grad_norm": history[-1].grad_norms[k - 1].item()}
-            if self.headed.objective.needs_teacher:
-                figures[f"slot{k}/overlap"] = slot_overlap
-            figures |= {f"slot{k}/top{n}": hit for n, hit in zip(TOP, hits, strict=True)}
+        shows_overlap = self.headed.objective.needs_teacher
+        for k, slot in enumerate(slots, start=1):
+            figures |= {f"slot{k}/{name}": value for name, value in slot.items() if name != "overlap" or shows_overlap}
         figures |= self.further_figures(history)
         self.history.record(figures, history[-1].step + 1)
-        top1 = " ".join(f"{row[2]:.2f}" for row in per_slot)
-        overlap = " overlap " + " ".join(f"{row[1]:.2f}" for row in per_slot) if self.headed.objective.needs_teacher else ""
+        top1 = " ".join(f"{slot['top1']:.2f}" for slot in slots)
+        overlap = " overlap " + " ".join(f"{slot['overlap']:.2f}" for slot in slots) if shows_overlap else ""
         bar.set_postfix_str(f"loss {figures['loss']:.3f} top1 {top1}{overlap} {figures['response_tokens_per_second']:.0f} tok/s")
-
-
-def _slot_norm(gradients: dict[str, Tensor], slot: int) -> Tensor:
-    """The gradient norm of one head's parameters."""
-    parts = [gradient[slot] if name == "lm_head" else gradient[:, slot] for name, gradient in gradients.items()]
-    return torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]).norm().float()

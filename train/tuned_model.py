@@ -9,7 +9,7 @@ always get their whole gradient, which AdamW scales by itself, so that a ramp of
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -64,9 +64,12 @@ class TunedModel(HeadedModel):
         with self.adapter.left_to_autocast() if torch.is_autocast_enabled(input_ids.device.type) else nullcontext():
             return super().base_forward(input_ids, position_ids, document_ids)
 
+    def untouched_base(self) -> AbstractContextManager[None]:
+        return self.adapter.off()
+
     @torch.no_grad()
     def _untouched_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
-        with self.adapter.off():
+        with self.untouched_base():
             return self.base_forward(input_ids, position_ids, document_ids).flatten(0, 1)
 
     def _base_loss(self, hidden_MD: Tensor, teacher_MD: Tensor | None, positions_R: Tensor, targets_N: Tensor) -> Tensor:
