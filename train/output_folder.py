@@ -15,8 +15,8 @@ from train.config import TrainConfig
 
 MOVING = ".previous"  # becomes `previous` once all earlier files are in it
 WRITTEN = (  # names of what runs write, of heads and of draft models with their tokenizers; whatever else lies there is somebody else's
-    *("checkpoints", "finished", "adapter", "trees", "history.*", "README.md", "train_command.txt", "draft_vocabulary.json"),
-    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("checkpoints", "finished", "adapter", "trees", "history.*", "README.md", "train_command.txt"),
+    *("draft_vocabulary.json", "draft_model.json", "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json", "vocab.*", "merges.txt"),
 )
 

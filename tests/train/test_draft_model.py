@@ -257,6 +257,14 @@ def test_writes_a_draft_model_that_decodes(workspace: Path, capsys: pytest.Captu
     assert "already holds a finished model" in capsys.readouterr().err
 
 
+def test_overwrite_moves_all_that_a_run_wrote(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(workspace / "cache"))
+    run(parse_config(arguments(workspace, "overwritten", "--max-steps", "1")))
+    written = {path.name for path in (workspace / "overwritten").iterdir()}
+    run(parse_config(arguments(workspace, "overwritten", "--max-steps", "1", "--seed", "1", "--overwrite")))
+    assert {path.name for path in (workspace / "overwritten" / "previous").iterdir()} == written
+
+
 def test_a_tracker_that_does_not_start_or_end(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(workspace / "cache"))
     options = arguments(workspace, "tracked", "--max-steps", "1", "--log-with", "tensorboard")

@@ -208,7 +208,9 @@ def test_tensorboard_takes_the_options(workspace: Path) -> None:
 
 def test_overwrite_leaves_nothing_of_the_earlier_heads(workspace: Path) -> None:
     run(parse_config(arguments(workspace, "--max-steps", "2", "--held-out", "5", "--draft-vocab-size", "20")))
+    written = {path.name for path in (workspace / "out").iterdir()}
     run(parse_config(arguments(workspace, "--max-steps", "1", "--overwrite")))
+    assert {path.name for path in (workspace / "out" / "previous").iterdir()} == written
     model, _ = base_model.load_base(str(workspace / "base"), dtype=torch.float32)
     now, before = load_heads(workspace / "out", model), load_heads(workspace / "out" / "previous", model)
     assert now.draft_vocabulary is None and not now.static_nodes
