@@ -17,8 +17,8 @@ from medusa_heads.checkpoint import load_heads, save_heads
 from medusa_heads.heads import create_heads
 from medusa_heads.model_card import model_card
 from train.config import TrainConfig, parse_config
-from train.draft_model_config import DraftModelConfig
 from train.output_folder import claim_output
+from train.run_config import RunConfig
 from train.training_data import check_fits_base, frequent_tokens, prepare_data
 
 MIXED_PRECISION = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
@@ -170,12 +170,12 @@ def make_accelerator(dtype: str, log_with: str, output: Path) -> Any:
     return accelerator
 
 
-def tracker_config(config: TrainConfig | DraftModelConfig) -> dict[str, Any]:
+def tracker_config(config: RunConfig) -> dict[str, Any]:
     """The options as every tracker takes them: plain numbers and text."""
     return {name: value if isinstance(value, (int, float, str, bool)) else str(value) for name, value in config.schedule_dict().items()}
 
 
-def start_tracker(accelerator: Any, config: TrainConfig | DraftModelConfig) -> None:
+def start_tracker(accelerator: Any, config: RunConfig) -> None:
     """Raises ValueError when the tracker does not start: better before training than after."""
     try:
         accelerator.init_trackers(config.project, config=tracker_config(config))

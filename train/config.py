@@ -1,44 +1,25 @@
-"""A YAML file and command-line flags -> TrainConfig: every option of a training run."""
+"""A YAML file and command-line flags -> TrainConfig: every option of training heads."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import ClassVar, Literal
 
-from medusa_heads.arguments import OPTIONAL
 from medusa_heads.config import HeadsConfig
 from medusa_heads.quantization import Quantization
 from medusa_heads.suggest import suggest
 from train.command_line import parse_command
-from train.row_shapes import DataFormat
+from train.run_config import RunConfig, require
 
 OBJECTIVES = ("ce", "kl", "tv", "lk", "ce_l1")  # train/objectives.py
 SLOT_WEIGHTS = ("decay", "uniform", "d_pace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RunConfig):
     """Train draft heads on a frozen base model."""
 
-    output_dir: str
-    """Folder of the finished heads; checkpoints lie in its subfolder `checkpoints`."""
-    data: list[str]
-    """Conversations, best answered by the base itself (medusa-heads regenerate): JSONL, JSON (each also gzipped) or Parquet files,
-    or data sets of the hub as hf:owner/name[/config][:split]."""
-    data_format: DataFormat = "auto"
-    """Shape of the rows of `data`: messages, sharegpt (`conversations`) or alpaca (`instruction`); auto goes by a file's first row."""
-    validation: Annotated[list[str], OPTIONAL] = field(default_factory=list)
-    """Files of held-out conversations: acceptance is measured on them at the end, for trees and the card."""
-    held_out: int = 0
-    """Keep this many conversations of `data` out of training for validation: those whose id has the lowest SHA-256."""
-
-    base: str = "embedded"
-    """Base model: `embedded`, a local folder or a hub id."""
-    revision: str | None = None
-    """Revision of the base model on the hub."""
     base_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the frozen base: auto is bfloat16 on a GPU and float32 on a CPU."""
     base_quantization: Quantization = "none"
@@ -71,33 +52,9 @@ class TrainConfig:
     expected length of the accepted draft there (arXiv 2605.18810)."""
     slot_decay: float = 0.8
     """The base of `--slot-weights decay`."""
+
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
-    weight_decay: float = 0.0
-    """AdamW weight decay."""
-    warmup_ratio: float = 0.05
-    """Share of the steps that warm up linearly; cosine decay to zero follows."""
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm over all heads."""
-    epochs: float = 1.0
-    """Passes over the data."""
-    max_steps: int | None = None
-    """Stop the schedule after this many optimizer steps, whatever `epochs` says."""
-    batch_size: int = 8
-    """Packed rows per process and micro-batch."""
-    gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step."""
-    max_length: int = 1024
-    """Conversations are cut to this many tokens."""
-    cut_circles: bool = False
-    """Cut a conversation where an answer has said the same twice in a row, 24 tokens or more: what follows teaches little but to go
-    on in circles. How many do is printed either way."""
-    pack_length: int = 1024
-    """Tokens in a packed row, at least max_length."""
-    limit: int | None = None
-    """Use only the first N conversations."""
-    seed: int = 0
-    """Order of the packed rows."""
 
     lora_rank: int = 0
     """Medusa-2: rank of a LoRA adapter in the base, trained together with the heads; 0 leaves the base as it is. The heads then serve
@@ -129,78 +86,59 @@ class TrainConfig:
     patience: int = 0
     """Stop after this many validations in a row without a longer acceptance. 0: never."""
 
-    save_every: int = 200
-    """Optimizer steps between checkpoints."""
-    keep_checkpoints: int = 2
-    """Older checkpoints are deleted, but for the best one."""
-    log_every: int = 10
-    """Optimizer steps between log lines."""
-    log_with: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """Tracker. WANDB_MODE=offline keeps wandb on this machine."""
-    project: str = "medusa-heads"
-    """Project name in the tracker."""
     hidden_states: Literal["online", "device", "disk"] = "online"
     """Where the frozen base's hidden states come from: online runs the base in every step. The others run it once over the data, before
     the first step: device holds the states on the GPU (without one, in main memory) of every process; disk keeps them in
     hidden_states_dir. `medusa-heads estimate` says what each costs."""
     hidden_states_dir: str | None = None
     """Folder of the states of `--hidden-states disk`, which all processes share; later runs on the same base and data read them again."""
-    num_workers: int = 2
-    """Processes that load packed rows ahead (of stored hidden states: threads); 0 loads in the training process."""
-    overwrite: bool = False
-    """Start anew although output_dir holds checkpoints or finished heads."""
+
+    NOT_IN_SCHEDULE: ClassVar[frozenset[str]] = RunConfig.NOT_IN_SCHEDULE | {
+        "hidden_states_dir",
+        "validate_every",
+        "validation_prompts",
+        "num_validation_prompts",
+        "keep",
+        "patience",
+    }
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            _require(not isinstance(value, float) or math.isfinite(value), name, f"{value} is no finite number")
-        _require(self.data, "data", "name at least one JSONL file")
-        for name in ("epochs", "batch_size", "gradient_accumulation_steps", "save_every", "keep_checkpoints", "log_every", "max_length"):
-            _require(getattr(self, name) > 0, name, "must be above 0")
-        _require(self.pack_length >= self.max_length, "pack_length", f"{self.pack_length} is below max_length {self.max_length}")
-        for name in ("max_steps", "limit"):
-            _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
-        _require(
-            self.draft_vocab_size is None or self.draft_vocab_size > 1,
-            "draft_vocab_size",
-            "must be at least 2",
-        )
-        _require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must lie in [0, 1)")
-        _require(0.01 <= self.slot_decay <= 1, "slot_decay", "must lie in [0.01, 1]")
-        for name in ("learning_rate", "max_grad_norm"):
-            _require(getattr(self, name) > 0, name, "must be above 0")
-        _require(self.num_validation_prompts > 0, "num_validation_prompts", "must be above 0")
+        RunConfig.__post_init__(self)
+        require(self.draft_vocab_size is None or self.draft_vocab_size > 1, "draft_vocab_size", "must be at least 2")
+        require(0.01 <= self.slot_decay <= 1, "slot_decay", "must lie in [0.01, 1]")
+        require(self.num_validation_prompts > 0, "num_validation_prompts", "must be above 0")
         has_prompts = self.held_out or self.validation or self.validation_prompts
-        _require(has_prompts or not self.validate_every, "validate_every", "no prompts: add --held-out N or --validation-prompts FILE")
-        _require(self.validate_every or not self.patience, "patience", "nothing to wait for: add --validate-every N")
-        for name in ("held_out", "weight_decay", "num_workers", "validate_every", "patience"):
-            _require(getattr(self, name) >= 0, name, "must be 0 or more")
-        _require(self.lk_eta >= 0, "lk_eta", "must be 0 or more")
+        require(has_prompts or not self.validate_every, "validate_every", "no prompts: add --held-out N or --validation-prompts FILE")
+        require(self.validate_every or not self.patience, "patience", "nothing to wait for: add --validate-every N")
+        for name in ("validate_every", "patience", "lk_eta", "lora_rank"):
+            require(getattr(self, name) >= 0, name, "must be 0 or more")
         _require_known(self.objective, OBJECTIVES, "objective")
         _require_known(self.slot_weights, SLOT_WEIGHTS, "slot_weights")
-        _require(0 <= self.seed < 2**32, "seed", "must lie in [0, 2**32)")
         for name in ("lora_alpha", "lora_learning_rate", "lora_heads_share"):
-            _require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
-        _require(self.lora_rank >= 0, "lora_rank", "must be 0 or more")
-        _require(0 <= self.lora_start_ratio < 1, "lora_start_ratio", "must lie in [0, 1)")
+            require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
+        require(0 <= self.lora_start_ratio < 1, "lora_start_ratio", "must lie in [0, 1)")
         own_and_few = self.own_lm_head and self.draft_vocab_size
-        _require(not own_and_few, "draft_vocab_size", "own LM heads are trained over all tokens: leave it or --own-lm-head out")
-        _require(
+        require(not own_and_few, "draft_vocab_size", "own LM heads are trained over all tokens: leave it or --own-lm-head out")
+        self._check_hidden_states()
+        self.heads_config()  # raises on num_heads or num_layers below 1
+
+    def _check_hidden_states(self) -> None:
+        require(
             not self.lora_rank or self.hidden_states == "online",
             "hidden_states",
             f"{self.hidden_states} stores the states of a frozen base, and lora_rank {self.lora_rank} trains it: use --hidden-states "
             "online, or --lora-rank 0",
         )
         needs_folder = self.hidden_states == "disk"
-        _require(self.hidden_states_dir or not needs_folder, "hidden_states", "disk needs a folder: add --hidden-states-dir FOLDER")
-        _require(needs_folder or not self.hidden_states_dir, "hidden_states_dir", "goes with --hidden-states disk alone: leave it out")
+        require(self.hidden_states_dir or not needs_folder, "hidden_states", "disk needs a folder: add --hidden-states-dir FOLDER")
+        require(needs_folder or not self.hidden_states_dir, "hidden_states_dir", "goes with --hidden-states disk alone: leave it out")
         if self.hidden_states_dir:
             folder, output = Path(self.hidden_states_dir).resolve(), Path(self.output_dir).resolve()
-            _require(
+            require(
                 folder != output and not any(folder.is_relative_to(output / name) for name in ("checkpoints", "previous")),
                 "hidden_states_dir",
                 f"{self.hidden_states_dir} is where --output-dir {self.output_dir} keeps its own files: choose another folder",
             )
-        self.heads_config()  # raises on num_heads or num_layers below 1
 
     def heads_config(self) -> HeadsConfig:
         return HeadsConfig(
@@ -213,35 +151,13 @@ class TrainConfig:
             base_quantization=self.base_quantization,
         )
 
-    def schedule_dict(self) -> dict[str, Any]:
-        """The options a resumed run must share with the one it continues."""
-        free = {
-            "output_dir",
-            "save_every",
-            "keep_checkpoints",
-            "log_every",
-            "log_with",
-            "project",
-            "num_workers",
-            "hidden_states_dir",
-            "overwrite",
-            "validation",
-            "validate_every",
-            "validation_prompts",
-            "num_validation_prompts",
-            "keep",
-            "patience",
-        }
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
-
-
-def _require(condition: object, name: str, problem: str) -> None:
-    if not condition:
-        raise ValueError(f"{name}: {problem}")
+    def inputs(self) -> dict[str, list[str]]:
+        further = {name: getattr(self, name) for name in ("validation_prompts", "init_heads", "hidden_states_dir")}
+        return {**RunConfig.inputs(self), **{name: [path] for name, path in further.items() if path}}
 
 
 def _require_known(value: str, known: tuple[str, ...], name: str) -> None:
-    _require(value in known, name, f"unknown {value!r}{suggest(value, known)}; known are {', '.join(known)}")
+    require(value in known, name, f"unknown {value!r}{suggest(value, known)}; known are {', '.join(known)}")
 
 
 def parse_config(argv: list[str]) -> TrainConfig:

@@ -44,10 +44,10 @@ def run(config: DraftModelConfig) -> Path:
     output = Path(config.output_dir)
     if (output / "config.json").exists() and not config.overwrite:
         raise ValueError(f"--output-dir {output} already holds a finished model: choose another folder, or pass --overwrite to replace it")
-    lock = claim_output(output, config.as_heads_run())
+    lock = claim_output(output, config)
     check_tracker(config.log_with)
     zero.refuse("a draft model does not train", instead="ddp.yaml")
-    rows, validation_rows, counts = prepare_data(config.as_heads_run())  # before the process group starts: no time-out can hit it
+    rows, validation_rows, counts = prepare_data(config)  # before the process group starts: no time-out can hit it
 
     from accelerate.utils import set_seed
 

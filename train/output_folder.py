@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from medusa_heads.lock import lock_output
 from medusa_heads.replacing import remove_abandoned
-from train.config import TrainConfig
+from train.run_config import RunConfig
 
 MOVING = ".previous"  # becomes `previous` once all earlier files are in it
 WRITTEN = (  # names of what runs write, of heads and of draft models with their tokenizers; whatever else lies there is somebody else's
@@ -21,7 +21,7 @@ WRITTEN = (  # names of what runs write, of heads and of draft models with their
 )
 
 
-def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
+def claim_output(output: Path, config: RunConfig) -> FileLock | None:
     """Refuses, before any work, to replace finished heads or to write where it cannot or where another run does.
 
     Returns the lock that the first process holds on the folder while it runs.
@@ -46,12 +46,10 @@ def claim_output(output: Path, config: TrainConfig) -> FileLock | None:
         raise ValueError(f"--output-dir {output} cannot be written ({error.strerror}): choose another folder") from None
 
 
-def refuse_inputs_within(output: Path, config: TrainConfig) -> None:
+def refuse_inputs_within(output: Path, config: RunConfig) -> None:
     """Raises ValueError when something that the run reads lies in the folder whose files --overwrite moves away."""
-    named = {"base": [config.base], "data": config.data, "validation": config.validation}
-    named |= {name: [getattr(config, name)] for name in ("validation_prompts", "init_heads", "hidden_states_dir")}
-    for name, paths in named.items():
-        for path in filter(None, paths):
+    for name, paths in config.inputs().items():
+        for path in paths:
             if Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
                 raise ValueError(
                     f"{name}: {path} lies in --output-dir {output}, whose files --overwrite moves away: move it, or choose another folder"

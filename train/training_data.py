@@ -10,10 +10,10 @@ from filelock import FileLock
 
 from medusa_heads import base_model
 from medusa_heads.embedded import cache_dir
-from train.config import TrainConfig
+from train.run_config import RunConfig
 
 
-def prepare_data(config: TrainConfig) -> tuple[Any, Any, Any]:
+def prepare_data(config: RunConfig) -> tuple[Any, Any, Any]:
     """Tokenised training rows, validation rows (or None) and the counts of the former.
 
     Every process comes here; one prepares under a file lock, the others read its cache.

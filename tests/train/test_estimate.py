@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ def test_time_is_a_straight_line_in_the_layers(monkeypatch: pytest.MonkeyPatch) 
 
 
 def vars_of(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def test_a_named_card_is_a_matter_of_arithmetic(workspace: Path) -> None:
