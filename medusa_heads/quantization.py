@@ -7,6 +7,7 @@ verified. So 8-bit weights are multiplied here with activations as they are. bit
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any, Literal
 
@@ -65,19 +66,39 @@ def loading_options(config: Any, quantization: Quantization, *, device: str | to
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Makes the layers of a model loaded in 8 or 4 bits compute in its own type, for every token as if it were alone, in place."""
+    """Makes the layers of a model loaded in 8 or 4 bits compute in its own type, for every token as if it were alone, in place.
+
+    Raises ValueError where bitsandbytes unpacks a layer's weights wrongly on this device.
+    """
     if short_name(model.config) not in ("8bit", "4bit"):
         return
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, Linear8bitLt) and child.weight.dtype == torch.int8:  # not tied to an embedding
                 setattr(parent, name, Int8Linear(child))
             elif isinstance(child, Linear4bit):
+                _check_unpacking(f"{path}.{name}", child)
                 child.compute_dtype, child.compute_type_is_set = model.dtype, True
                 # On a CPU with AVX512-BF16 the first forward would pack weights anew, rounded to bfloat16 and without gradients.
                 child.support_avx512bf16_for_cpu = False
+
+
+def _check_unpacking(name: str, layer: Any) -> None:
+    """Blocks of 4-bit weights run on from row to row. With AVX-512, bitsandbytes (0.50.2) begins one with every row: other scales."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed, state = layer.weight.data, getattr(layer.weight, "quant_state", None)
+    if state is None or layer.in_features % state.blocksize == 0:  # None: tied to an embedding
+        return
+    in_one_row = copy.copy(state)
+    in_one_row.shape = torch.Size([state.shape.numel()])
+    if not torch.equal(dequantize_4bit(packed, state).flatten(), dequantize_4bit(packed, in_one_row).flatten()):
+        raise ValueError(
+            f"4bit: on this CPU bitsandbytes unpacks {name} wrongly, because its rows of {layer.in_features} weights are no multiple of "
+            f"its blocks of {state.blocksize}; use --base-quantization 8bit or none, or a GPU"
+        )
 
 
 class Int8Linear(nn.Linear):

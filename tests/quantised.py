@@ -15,8 +15,9 @@ needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes")
 QUANTIZATIONS = ("8bit", "4bit")
 
 
-def save_tiny_base(folder: Path, family: str = "llama") -> str:
-    tiny_model(family).save_pretrained(folder)
+def save_tiny_base(folder: Path, family: str = "llama", *, width: int = 64) -> str:
+    """width: a multiple of 64 unless rows of another length are what is tested; bitsandbytes may refuse those."""
+    tiny_model(family, width=width).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 

@@ -81,8 +81,11 @@ ARCHITECTURES = tuple(name for name in CONFIGS if name not in FAMILIES)
 
 
 @functools.cache
-def _built(family: str, seed: int, vocab_size: int, attention: str | None) -> PreTrainedModel:
+def _built(family: str, seed: int, vocab_size: int, attention: str | None, width: int) -> PreTrainedModel:
     kind, options = CONFIGS[family]
+    if width != SIZES["hidden_size"]:
+        sizes = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=width // 8, n_embd=width)
+        options = options | {name: size for name, size in sizes.items() if name in options}
     config = kind(**copy.deepcopy(options), vocab_size=vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -97,14 +100,16 @@ def _built(family: str, seed: int, vocab_size: int, attention: str | None) -> Pr
     return model.eval().requires_grad_(False)
 
 
-def tiny_model(family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, attention: str | None = None) -> PreTrainedModel:
+def tiny_model(
+    family: str, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, attention: str | None = None, width: int = 32
+) -> PreTrainedModel:
     """A random float32 model of one of FAMILIES or ARCHITECTURES, frozen, in eval mode; the same seed gives the same weights.
 
-    Hidden size 32, 2 layers, grouped-query attention; windows are 8 tokens; GPT-2 has 64 positions,
+    Hidden size `width`, 2 layers, grouped-query attention; windows are 8 tokens; GPT-2 has 64 positions,
     the others 512. attention: `sdpa` or `eager`; None takes sdpa, and eager for models that have no other.
     Every call returns a model of its own.
     """
-    return copy.deepcopy(_built(family, seed, vocab_size, attention))
+    return copy.deepcopy(_built(family, seed, vocab_size, attention, width))
 
 
 TEMPLATE = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,11 +175,29 @@ def test_a_cpu_with_avx512_does_not_pack_anew(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
     model = load(save_tiny_base(tmp_path / "base"), "4bit")
     layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
-    inputs = torch.randn(3, 32)
+    inputs = torch.randn(3, 64)
     before, outputs = weights_digest(model), layer(inputs)
     torch.testing.assert_close(layer(inputs.requires_grad_()), outputs, rtol=1e-5, atol=1e-5)
     layer(inputs).sum().backward()
     assert weights_digest(model) == before and inputs.grad is not None and bool(inputs.grad.any())
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("wrong", [False, True])
+def test_rows_that_are_unpacked_wrongly_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    """Rows of 32 weights, half a block: whatever this CPU does with them, here they are unpacked right, or wrongly."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    def unpack(packed: torch.Tensor, state: Any) -> torch.Tensor:
+        in_one_row = copy.copy(state)
+        in_one_row.shape = torch.Size([state.shape.numel()])
+        return dequantize_4bit(packed, in_one_row).reshape(state.shape) * (2 if wrong and len(state.shape) == 2 else 1)
+
+    monkeypatch.setattr("bitsandbytes.functional.dequantize_4bit", unpack)
+    base = save_tiny_base(tmp_path / "base", width=32)
+    message = r"unpacks model\.layers\.0\.self_attn\.q_proj wrongly, .* rows of 32 weights"
+    with pytest.raises(ValueError, match=message) if wrong else nullcontext():
+        load(base, "4bit")
 
 
 @needs_bitsandbytes

