@@ -159,8 +159,9 @@ def test_what_cannot_be_sharded_is_refused_with_the_way_that_works(
 
 
 def options(workspace: Path, output: Path, num_processes: int) -> list[str]:  # noqa: F811
-    """Of a run of `python -m train` with heads and adapter."""
-    more = ("--max-steps", "3", "--held-out", "5", "--validate-every", "3", "--num-validation-prompts", "3")
+    """Of a run of `python -m train` with heads and adapter. AdamW steps by the learning rate however small a gradient is, and one that is
+    hardly more than rounding differs between processes by some per cent: the rate keeps that within the tolerances below."""
+    more = ("--max-steps", "3", "--held-out", "5", "--validate-every", "3", "--num-validation-prompts", "3", "--learning-rate", "0.005")
     return test_medusa2.arguments(workspace, *more, "--output-dir", str(output), "--batch-size", str(4 // num_processes))
 
 
@@ -269,9 +270,8 @@ def test_heads_and_adapter_are_written_whole(two_processes: TwoProcesses, tmp_pa
     monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(two_processes.folder / "cache"))
     assert main(options(two_processes.folder, tmp_path, 1)) == 0
     written = two_processes.folder / "written"
-    # AdamW's step is as large for a gradient that is hardly more than rounding: one weight of an adapter was seen 8e-5 off
-    for file, tolerance in (("model.safetensors", 1e-5), ("adapter/adapter_model.safetensors", 3e-4)):
-        torch.testing.assert_close(load_file(written / file), load_file(tmp_path / file), atol=tolerance, rtol=1e-5)
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        torch.testing.assert_close(load_file(written / file), load_file(tmp_path / file), atol=1e-5, rtol=1e-5)
     two, one = (
         load_heads(folder, merged_base(str(two_processes.folder / "base"), folder / "adapter")[0]) for folder in (written, tmp_path)
     )
