@@ -19,4 +19,5 @@ regenerate --self-prompts 40000 --seed 1 --output "$output/own.jsonl.gz"
 regenerate --self-prompts 26000 --seed 5 --self-prompts-like "$gsm8k" --output "$output/like_gsm8k.jsonl.gz"
 regenerate --self-prompts 14000 --seed 6 --self-prompts-like "$@" --output "$output/like_others.jsonl.gz"
 accelerate launch --quiet --config_file configs/accelerate/single.yaml -m train --config configs/train/smollm2_medusa.yaml \
-    --data "$output"/{open,own,like_gsm8k,like_others}.jsonl.gz --output-dir "$output/heads"
+    --data "$output"/{open,own,like_gsm8k,like_others}.jsonl.gz --output-dir "$output/heads" \
+    --no-cut-circles # those that ship were trained on whole answers, before this was measured to help (LOG.md)
