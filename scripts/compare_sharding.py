@@ -188,12 +188,17 @@ def work(path: str, *arguments: str) -> None:
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
+    from train import peer_shards
     from train.__main__ import run
     from train.config import parse_config
 
     run(parse_config(list(arguments)))
     on_gpu = torch.cuda.is_available()
-    most = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most = (
+        torch.cuda.max_memory_allocated() + peer_shards.bytes_shared
+        if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     state = PartialState()
     kind = state.distributed_type.value
     if kind == "DEEPSPEED":

@@ -24,6 +24,7 @@ from train import zero
 from train.batch import TrainBatch, make_batch
 from train.headed_model import HeadedModel
 from train.packing import collate, empty_pack
+from train.peer_shards import share_shards
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -96,7 +97,10 @@ def prepare(accelerator: Accelerator, model: HeadedModel, optimizer: torch.optim
     """The model to be called, and what stands for the optimizer."""
     if zero.stage(accelerator):
         return zero.prepare(accelerator, model, optimizer, _nothing(model))
-    return accelerator.prepare(model, optimizer)
+    prepared = accelerator.prepare(model, optimizer)
+    if is_fsdp(accelerator):
+        share_shards(accelerator, prepared[0])
+    return prepared
 
 
 def backward(accelerator: Accelerator, model: nn.Module, loss: torch.Tensor, *, last: bool) -> None:

@@ -6,25 +6,32 @@ sets for accelerate's FSDP2 or DeepSpeed. The last run is the whole program with
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from accelerate import Accelerator, PartialState
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.tiny_models import tiny_model
 from tests.train import medusa2_runs
 from tests.train.training_runs import PACK_LENGTH, make_trainer, rows
-from train import zero
+from train import peer_shards, zero
 from train.__main__ import main as train
 from train.acceptance import Validation, decode
 from train.history import read_history
 from train.packing import PackedDataset
+from train.peer_shards import PeerGather
 from train.run_state import checkpoint_folder
 from train.sharding import in_lock_step, start_sharding, whole
 from train.trainer import Trainer
@@ -32,15 +39,82 @@ from train.trainer import Trainer
 ROWS = 8  # in an optimizer step, over all processes
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]  # not a multiple of the processes
 KILLED_AT = 2
+NUMBERS = itertools.count()  # the same in all processes
 
 
-def plain(folder: Path, num_processes: int, own_lm_head: bool = False) -> dict[str, Any]:
-    """Two micro-batches a step; gradients are clipped."""
+def plain(
+    folder: Path, num_processes: int, own_lm_head: bool = False, seen: Callable[[nn.Module], Any] = lambda base: None
+) -> dict[str, Any]:
+    """Two micro-batches a step; gradients are clipped. seen: what is asked of the base before and after."""
     sizes: dict[str, Any] = {"batch_size": ROWS // num_processes // 2, "gradient_accumulation_steps": 2}
     trainer = make_trainer(folder, own_lm_head=own_lm_head, objective="kl", seed_heads=0, max_grad_norm=0.05, num_layers=2, **sizes)
-    shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
+    shares, seen_before = {name: share(weight) for name, weight in trainer.headed.named_parameters()}, seen(trainer.headed.base)
     trainer.train()
-    return outcome(trainer) | {"shares": shares, "moments": num_moments(trainer)}
+    return outcome(trainer) | {"shares": shares, "moments": num_moments(trainer), "seen": (seen_before, seen(trainer.headed.base))}
+
+
+def copied(folder: Path, num_processes: int) -> dict[str, Any]:
+    """As `plain`, every layer gathered by copies from memory that both processes see."""
+    with SharedFiles(folder.parent) as files:
+        found = plain(folder, num_processes, seen=files.are_where_it_lies)
+        return found | {"copies": files.gathers_by_copies}
+
+
+def uneven(folder: Path, num_processes: int) -> dict[str, Any]:
+    """Weights of 5 rows and of 1, whose shards are padded for two processes; by copies, and where FSDP2's layout is not as expected."""
+    return {"expected": uneven_layers(folder, num_processes), "reversed": uneven_layers(folder, num_processes, backwards=True)}
+
+
+def uneven_layers(folder: Path, num_processes: int, *, backwards: bool = False) -> dict[str, Any]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).requires_grad_(False)
+    inputs = torch.randn(4, 3)
+    wanted, in_order = layers(inputs), peer_shards._own_parameters
+    with SharedFiles(folder.parent) as files:
+        if backwards:
+            files.patch.setattr(peer_shards, "_own_parameters", lambda unit: reversed(list(in_order(unit))))
+        if num_processes > 1:
+            fully_shard(layers, mesh=init_device_mesh("cpu", (num_processes,)))
+            files.share(Accelerator(cpu=True), layers)
+        return {"equal": [torch.equal(layers(inputs), wanted) for _ in range(2)], "copies": files.gathers_by_copies}
+
+
+class SharedFiles:
+    """Within the block shards lie in files that all processes map, as GPUs of one host map each other's memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.patch, self.gathers = folder, pytest.MonkeyPatch(), list[PeerGather]()
+
+    def __enter__(self) -> SharedFiles:
+        def gather(shards: list[Tensor]) -> PeerGather:
+            self.gathers.append(PeerGather(shards))
+            return self.gathers[-1]
+
+        self.share = partial(peer_shards.share_shards, share=self.memory)
+        self.patch.setattr(peer_shards, "PeerGather", gather)
+        self.patch.setattr("train.sharding.share_shards", self.share)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.patch.undo()
+
+    def memory(self, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> list[Tensor]:
+        paths = [self.folder / f"shard-{next(NUMBERS)}-{rank}" for rank in range(group.size())]
+        return [torch.from_file(str(path), shared=True, size=numel, dtype=dtype) for path in paths]
+
+    def are_where_it_lies(self, base: nn.Module) -> bool:
+        """Whether every shard of the base, as FSDP2 keeps it too, is in these files and nowhere else."""
+        own = {gather.shards[PartialState().process_index].untyped_storage().data_ptr() for gather in self.gathers if gather.shards}
+        groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in base.modules() if isinstance(unit, FSDPModule)]
+        kept = [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]
+        with torch.no_grad():
+            shards = [weight.to_local() for weight in base.parameters() if isinstance(weight, DTensor)]
+        return {shard.untyped_storage().data_ptr() for shard in [*shards, *kept]} <= own
+
+    @property
+    def gathers_by_copies(self) -> list[bool]:
+        """Of every unit."""
+        return [gather.is_checked and gather.shards is not None for gather in self.gathers]
 
 
 def validated(folder: Path, num_processes: int) -> dict[str, Any]:
@@ -93,11 +167,14 @@ def broken(folder: Path, num_processes: int) -> str:
 
 RUNS: dict[str, Callable[[Path, int], Any]] = {
     "shared": plain,
+    "copied": copied,
+    "uneven": uneven,
     "own": lambda folder, num_processes: plain(folder, num_processes, own_lm_head=True),
     "validated": validated,
     "tuned": tuned,
     "broken": broken,
 }
+OF_FSDP = ("copied", "uneven", "tuned")
 
 
 def share(weight: Tensor) -> float:
@@ -130,7 +207,7 @@ def main(out: str, folder: str, *options: str) -> int:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     start_sharding(accelerator)
-    runs = {name: run for name, run in RUNS.items() if name != "tuned" or not zero.stage(accelerator)}
+    runs = {name: run for name, run in RUNS.items() if name not in OF_FSDP or not zero.stage(accelerator)}
     found = {name: run(Path(folder) / name, accelerator.num_processes) for name, run in runs.items()}
     torch.save(found, f"{out}.{accelerator.process_index}")
     return train(list(options))

@@ -234,6 +234,24 @@ def test_a_sharded_base_trains_the_same_heads(two_processes: TwoProcesses, tmp_p
 
 
 @pytest.mark.distributed
+def test_shards_that_all_see_are_gathered_by_copies(two_processes: TwoProcesses) -> None:
+    """The same run to the last bit as where collectives gather; the base still in halves, and no weight of it in two places."""
+    (first, second), (by_collectives, _) = two_processes.of("copied"), two_processes.of("shared")
+    assert first["copies"] == second["copies"] == [True] * 3  # two layers, and what lies outside of them
+    assert_the_base_is_sharded(first["shares"], second["shares"])
+    assert first["seen"] == second["seen"] == (True, True)
+    assert first["losses"] == by_collectives["losses"] and first["base_unchanged"] and second["base_unchanged"]
+    assert all(torch.equal(weight, by_collectives["heads"][name]) for name, weight in first["heads"].items())
+
+
+@pytest.mark.distributed
+def test_padded_shards_are_gathered_by_copies_and_an_unknown_layout_by_collectives(two_processes: TwoProcesses) -> None:
+    for found in two_processes.of("uneven"):
+        assert found["expected"] == {"equal": [True, True], "copies": [True]}
+        assert found["reversed"] == {"equal": [True, True], "copies": [False]}
+
+
+@pytest.mark.distributed
 def test_a_sharded_run_decodes_and_resumes(two_processes: TwoProcesses, tmp_path: Path) -> None:
     """What validation measures is what one process measures, prompts shared unevenly; a resumed run is the whole one bit for bit."""
     first, second = two_processes.of("validated")
