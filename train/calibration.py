@@ -132,8 +132,7 @@ def measure_forwards(headed: HeadedModel, batches: Sequence[TrainBatch], device:
 
     def forward(batch: TrainBatch) -> None:
         tensors = batch.to(device).tensors
-        with torch.autocast(device.type, headed.base.dtype, enabled=headed.base.dtype != torch.float32):
-            headed.hidden_states(tensors["input_ids"], tensors["position_ids"], tensors["document_ids"])
+        headed.hidden_states(tensors["input_ids"], tensors["position_ids"], tensors["document_ids"])
 
     return mean_seconds(forward, batches, headed.base)
 

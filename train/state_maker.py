@@ -118,7 +118,6 @@ class StateMaker:
         )
         for packed in loader:
             kept_S = kept_positions(packed.num_slots).flatten().nonzero()[:, 0].to(self.accelerator.device)
-            with self.accelerator.autocast():
-                inputs = (packed.input_ids, packed.position_ids, packed.document_ids)
-                hidden_BTD = self.headed.hidden_states(*(part.to(self.accelerator.device) for part in inputs))
+            inputs = (packed.input_ids, packed.position_ids, packed.document_ids)
+            hidden_BTD = self.headed.hidden_states(*(part.to(self.accelerator.device) for part in inputs))
             yield hidden_BTD.flatten(0, 1)[kept_S].to(self.dtype)

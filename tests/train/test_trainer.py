@@ -14,7 +14,9 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 
 from medusa_heads import base_model
+from medusa_heads.config import HeadsConfig
 from medusa_heads.fingerprint import weights_digest
+from medusa_heads.heads import create_heads
 from tests.tiny_models import tiny_model
 from tests.train import training_runs
 from tests.train.training_runs import make_trainer, result, rows
@@ -22,7 +24,7 @@ from train import trainer as trainer_module
 from train.batch import make_batch
 from train.headed_model import HeadedModel
 from train.history import FILE_NAME, read_history
-from train.packing import collate
+from train.packing import PackedDataset, collate
 from train.run_state import checkpoint_folders, save_checkpoint
 from train.schedule import number_of_steps
 from train.trainer import Trainer
@@ -88,6 +90,21 @@ def test_loss_over_a_draft_vocabulary(tmp_path: Path) -> None:
     hits = (scores.argmax(-1) == torch.searchsorted(vocabulary, tensors["targets"]).clamp(max=len(vocabulary) - 1)) & inside
     assert output.slot_hits_KT[:, 0].sum() == hits.sum()
     torch.testing.assert_close(output.slot_loss_K.sum(), losses.sum(), atol=1e-3, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_base_in_half_trains_heads_on_the_states_that_decoding_sees() -> None:
+    """It picks experts in float32, which autocast, there for the heads, would do in half."""
+    base = tiny_model("deepseek_v3").to(torch.bfloat16)
+    headed = HeadedModel(base, create_heads(HeadsConfig(num_heads=2), base))
+    batch = make_batch(collate([PackedDataset(rows(1), pack_length=64, num_heads=2)[0]]), 2)
+    inputs = [batch.tensors[name] for name in ("input_ids", "position_ids", "document_ids")]
+    with torch.autocast("cpu", torch.bfloat16):
+        trained = headed.hidden_states(*inputs)
+        assert not torch.equal(headed.base_forward(*inputs), trained)
+    ids = inputs[0][:, : int((inputs[2] == 1).sum())]
+    torch.testing.assert_close(trained[:, : ids.shape[1]], base_model.forward_hidden(base, ids), atol=0.02, rtol=0.02)
+    assert torch.equal(headed.base_forward(*inputs), trained)
 
 
 def test_accumulation_equals_one_large_batch(tmp_path: Path) -> None:
