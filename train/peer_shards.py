@@ -1,8 +1,8 @@
 """Shards of a frozen base that every GPU of a host reads by itself: FSDP2's all-gather by copy engines.
 
-NCCL gathers a layer by a kernel beside the products of the layer before. It holds a few multiprocessors, for which a product that fills
-the GPU waits a whole wave; so the time it costs grows with the batch (LOG.md). Copies hold none. A frozen base never changes, so nobody
-waits for anybody, and each shard lies where the others read it: no second copy is held.
+NCCL gathers a layer by a kernel, on multiprocessors that it takes from the products of the layer before; copies take none, which was 6 % of
+a step of a 7B-sized base on two H200 (LOG.md). A frozen base never changes, so nobody waits for anybody, and each shard lies where the
+others read it: no second copy is held.
 """
 
 # P a unit's parameters, S elements of its shard on one rank, W ranks
@@ -101,13 +101,13 @@ def symmetric_memory(numel: int, dtype: torch.dtype, device: torch.device, group
 
 
 def _peers_are_reached(accelerator: Accelerator) -> bool:
-    """All processes are on this host, each with a GPU that all others reach."""
-    device = accelerator.device
-    if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) != accelerator.num_processes:
+    """Several processes are all on this host, each with a GPU that the others reach."""
+    device, num_here = accelerator.device, int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if device.type != "cuda" or num_here < 2 or num_here != accelerator.num_processes:
         return False
     peers = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    reached = len(peers) >= accelerator.num_processes - 1 and all(torch.cuda.can_device_access_peer(device.index, peer) for peer in peers)
-    return bool(accelerator.reduce(torch.tensor(int(reached), device=device), reduction="sum") == accelerator.num_processes)
+    reached = len(peers) >= num_here - 1 and all(torch.cuda.can_device_access_peer(device.index, peer) for peer in peers)
+    return bool(accelerator.reduce(torch.tensor(int(reached), device=device), reduction="sum") == num_here)
 
 
 def _can_share(parameters: Sequence[DTensor]) -> bool:

@@ -95,7 +95,7 @@ def test_loss_over_a_draft_vocabulary(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_base_in_half_trains_heads_on_the_states_that_decoding_sees() -> None:
     """It picks experts in float32, which autocast, there for the heads, would do in half."""
-    base = tiny_model("deepseek_v3").to(torch.bfloat16)
+    base = tiny_model("deepseek_v3").bfloat16()
     headed = HeadedModel(base, create_heads(HeadsConfig(num_heads=2), base))
     batch = make_batch(collate([PackedDataset(rows(1), pack_length=64, num_heads=2)[0]]), 2)
     inputs = [batch.tensors[name] for name in ("input_ids", "position_ids", "document_ids")]
