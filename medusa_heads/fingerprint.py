@@ -72,6 +72,8 @@ def weights_digest(model: PreTrainedModel) -> int:
     for index, (_, weight) in enumerate(sorted(base_model.weight_tensors(model).items())):
         share = weight.to_local() if isinstance(weight, DTensor) else getattr(weight, "ds_tensor", weight)  # FSDP2, ZeRO-3
         flat = share.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.storage_offset() % 4:  # shards that lie one behind the other
+            flat = flat.clone()
         words = flat[: flat.numel() // 4 * 4].view(torch.int32)
         for start in range(0, words.numel(), 1 << 24):
             chunk = words[start : start + (1 << 24)].long()

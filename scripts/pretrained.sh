@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prompt files -> the heads that ship, on one GPU (an H200 takes about 15 minutes):
+# Prompt files -> the heads that ship, on one GPU (an H200 takes less than half an hour):
 #   bash scripts/pretrained.sh OUTPUT GSM8K_TRAIN.jsonl[.gz] OTHER_PROMPTS.jsonl[.gz] ..
 # Paths are relative to the repository. The base answers the prompts, 40,000 of its own, and 66,000 that it writes from the first words of
 # the given ones; heads are trained on all answers but 300 held-out conversations, on which their acceptance is measured.

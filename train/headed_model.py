@@ -88,7 +88,7 @@ class HeadedModel(nn.Module):
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         """Last hidden states [B, T, D] of packed rows, those that decoding sees; a token sees its own document alone."""
-        with torch.autocast(input_ids.device.type, enabled=False):  # in half it would run what the base runs in float32: routers, norms
+        with torch.autocast(input_ids.device.type, enabled=False):  # in half it would run what the base runs in float32, as routers
             return self.base_forward(input_ids, position_ids, document_ids)
 
     def base_forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:

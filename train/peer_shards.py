@@ -1,38 +1,63 @@
 """Shards of a frozen base that every GPU of a host reads by itself: FSDP2's all-gather by copy engines.
 
 NCCL gathers a layer by a kernel, on multiprocessors that it takes from the products of the layer before; copies take none, which was 6 % of
-a step of a 7B-sized base on two H200 (LOG.md). A frozen base never changes, so nobody waits for anybody, and each shard lies where the
-others read it: no second copy is held.
+a step of a 7B-sized base on two H200 (LOG.md). A frozen base never changes, so nobody waits for anybody, and the others read each shard
+where FSDP2 keeps it. (What it has to pad it keeps a second time: weights whose first dimension the processes do not divide.)
 """
 
-# P a unit's parameters, S elements of its shard on one rank, W ranks
+# S elements of a unit's shard, padding included, W processes
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, barrier
+from torch.distributed import DistError, ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-Share = Callable[[int, torch.dtype, torch.device, ProcessGroup], list[Tensor]]
-"""(S, dtype, device, group) -> of every rank a tensor [S] that all ranks read; only one's own is written to."""
-
+T = TypeVar("T")
 bytes_shared = 0  # by this process, outside of PyTorch's caching allocator
+
+
+class Memory(Protocol):
+    """What several processes can read."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
+
+    def exchange(self, own_S: Tensor, group: ProcessGroup) -> list[Tensor]:
+        """Every process's tensor [S], this one's own as it is. All of the group call it."""
+
+
+class SymmetricMemory:
+    """CUDA memory that is mapped into all processes of a host."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        from torch.distributed import _symmetric_memory
+
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # which copies do not use
+        return _symmetric_memory.empty(numel, dtype=dtype, device=device)
+
+    def exchange(self, own_S: Tensor, group: ProcessGroup) -> list[Tensor]:
+        from torch.distributed import _symmetric_memory
+
+        handle = _symmetric_memory.rendezvous(own_S, group.group_name)  # the mapping lives as long as own_S does
+        ranks = range(group.size())
+        return [own_S if rank == group.rank() else handle.get_buffer(rank, tuple(own_S.shape), own_S.dtype) for rank in ranks]
 
 
 class PeerGather:
     """Gathers one unit, in place of FSDP2's own all-gather (`FSDPModule.set_custom_all_gather`)."""
 
     def __init__(self, shards: Sequence[Tensor]) -> None:
-        """shards: of every rank, [S], in the order in which FSDP2 lays out the unit's parameters."""
+        """shards: of every process, [S], in the order in which FSDP2 lays out the unit's parameters."""
         self.shards: Sequence[Tensor] | None = shards
         self.is_checked = False
 
@@ -40,64 +65,75 @@ class PeerGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
-        """output_tensor: [W * S], in which this rank's part, input_tensor, is already in place."""
+        """output_tensor: [W * S], in which this process's part, input_tensor, is already in place."""
         if not self.is_checked:
-            self._check(input_tensor, group)
+            self._check(output_tensor, input_tensor, group)
         if self.shards is None:
             return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        self._copy(output_tensor, group)
+        return None
+
+    def _copy(self, output_tensor: Tensor, group: ProcessGroup) -> None:
+        assert self.shards is not None
         own, parts_WS = group.rank(), output_tensor.view(len(self.shards), -1)
         for step in range(1, len(self.shards)):  # each begins with its neighbour, so that no two read from one at once
             rank = (own + step) % len(self.shards)
             parts_WS[rank].copy_(self.shards[rank], non_blocking=True)
-        return None
 
-    def _check(self, input_tensor: Tensor, group: ProcessGroup) -> None:
-        """The layout is FSDP2's own affair: where it is another than expected, on any rank, the unit is gathered as FSDP2 does it."""
-        assert self.shards is not None
-        own = self.shards[group.rank()]
-        equal = torch.tensor(own.dtype == input_tensor.dtype and torch.equal(own, input_tensor), dtype=torch.int, device=own.device)
+    def _check(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup) -> None:
+        """Once, against a collective: where a copy is not what it gives, in any process, the unit is gathered by collectives. FSDP2's
+        layout is its own affair, and another one than expected would be seen here."""
+        expected = torch.empty_like(output_tensor)
+        all_gather_into_tensor(expected, input_tensor, group=group)
+        self._copy(output_tensor, group)
+        equal = torch.tensor(int(torch.equal(output_tensor, expected)), device=output_tensor.device)
         all_reduce(equal, ReduceOp.MIN, group=group)
         if not equal.item():
             self.shards = None
+            if group.rank() == 0:
+                print("warning: copies between GPUs give other weights than NCCL, which gathers them then", file=sys.stderr)
         self.is_checked = True
 
 
-def share_shards(accelerator: Accelerator, model: nn.Module, *, share: Share | None = None) -> None:
+def share_shards(accelerator: Accelerator, model: nn.Module, *, memory: Memory | None = None) -> None:
     """Lets FSDP2 gather the frozen units of a model, fresh from `prepare`, by copies where the GPUs of one host reach each other's memory;
-    elsewhere all stays as it is. Every process calls it. share: how memory is shared, by default CUDA's symmetric memory."""
+    elsewhere all stays as it is. Every process calls it. memory: by default CUDA's symmetric memory."""
     global bytes_shared
-    if share is None:
-        if not _peers_are_reached(accelerator):
-            return
-        share = symmetric_memory
+    if not hasattr(FSDPModule, "set_custom_all_gather") or (memory is None and not _peers_are_reached(accelerator)):
+        return
+    memory = memory or SymmetricMemory()
     for unit in [unit for unit in model.modules() if isinstance(unit, FSDPModule)]:
         parameters = list(_own_parameters(unit))
         if not _can_share(parameters):
             continue
-        group = parameters[0].device_mesh.get_group()
-        try:
-            shards = share(sum(_padded_numel(p) for p in parameters), parameters[0].dtype, accelerator.device, group)
-            own = shards[group.rank()]
-            _move(parameters, own)
-        except (ImportError, AttributeError, RuntimeError) as error:  # on all ranks alike: a container that forbids it, another torch
-            accelerator.print(f"warning: the base is gathered by NCCL, its shards cannot be shared between GPUs ({error})", file=sys.stderr)
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory to come is not the caching allocator's
+        group, numel = parameters[0].device_mesh.get_group(), sum(_padded_numel(parameter) for parameter in parameters)
+        own_S = _together(accelerator, partial(memory.allocate, numel, parameters[0].dtype, accelerator.device))
+        shards = None if own_S is None else _together(accelerator, partial(memory.exchange, own_S, group))
+        if own_S is None or shards is None or not _together(accelerator, partial(_move, parameters, own_S)):
             return
         unit.load_state_dict({}, strict=False)  # at which FSDP2 looks where its parameters lie, and lets go of the old places
-        bytes_shared += own.nbytes
-        if own.is_cuda:
-            torch.cuda.synchronize(own.device)
-            torch.cuda.empty_cache()
-        barrier(group)
         unit.set_custom_all_gather(PeerGather(shards))  # type: ignore[arg-type]  # AllGather, the protocol, is not exported
+        bytes_shared += own_S.nbytes
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(accelerator.device)  # while they were moved shards counted there
 
 
-def symmetric_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> list[Tensor]:
-    from torch.distributed import _symmetric_memory
-
-    own = _symmetric_memory.empty(numel, dtype=dtype, device=device)
-    handle = _symmetric_memory.rendezvous(own, group.group_name)
-    others = [handle.get_buffer(rank, (numel,), dtype) for rank in range(group.size())]
-    return [own if rank == group.rank() else other for rank, other in enumerate(others)]
+def _together(accelerator: Accelerator, attempt: Callable[[], T]) -> T | None:
+    """What it returns, or None where it failed in any process: all go the same way."""
+    result, problem = None, None
+    try:
+        result = attempt()
+    except DistError:  # a process is lost
+        raise
+    except (ImportError, AttributeError, RuntimeError) as error:  # a container that forbids it, no room, another torch
+        problem = error
+    if problem is not None:
+        print(f"warning: NCCL gathers the base, its shards cannot be shared between GPUs ({problem})", file=sys.stderr)
+    worked = accelerator.reduce(torch.tensor(int(problem is None), device=accelerator.device), reduction="sum")
+    return result if worked == accelerator.num_processes else None
 
 
 def _peers_are_reached(accelerator: Accelerator) -> bool:
@@ -111,7 +147,7 @@ def _peers_are_reached(accelerator: Accelerator) -> bool:
 
 
 def _can_share(parameters: Sequence[DTensor]) -> bool:
-    """Frozen, of one type, and sharded over all ranks of one group."""
+    """Frozen, of one type, and sharded over the processes of one group."""
     of_one_kind = len({(parameter.dtype, parameter.device_mesh) for parameter in parameters}) == 1
     return of_one_kind and parameters[0].device_mesh.ndim == 1 and not any(parameter.requires_grad for parameter in parameters)
 
@@ -134,21 +170,24 @@ def _own_parameters(unit: nn.Module) -> Iterator[DTensor]:
 
 
 def _padded_numel(parameter: DTensor) -> int:
-    """Elements of a shard [rows, ..]: FSDP2 pads the first dimension to the same number of rows on every rank."""
-    rows, ranks = parameter.shape[0], parameter.device_mesh.size()
-    return -(-rows // ranks) * prod(parameter.shape[1:])
+    """Elements of a shard [rows, ..]: FSDP2 pads the first dimension to the same number of rows in every process."""
+    rows, processes = parameter.shape[0], parameter.device_mesh.size()
+    return -(-rows // processes) * prod(parameter.shape[1:])
 
 
 @torch.no_grad()
-def _move(parameters: Sequence[DTensor], memory_S: Tensor) -> None:
-    """Puts this rank's part of every parameter into the memory, one after the other; what FSDP2 pads is 0."""
-    memory_S.zero_()
+def _move(parameters: Sequence[DTensor], own_S: Tensor) -> bool:
+    """Puts this process's part of every parameter into the memory, one after the other; what FSDP2 pads is 0."""
+    own_S.zero_()
     start = 0
     for parameter in parameters:
         local = parameter.to_local()
-        place = memory_S[start : start + local.numel()].view(local.shape)
+        place = own_S[start : start + local.numel()].view(local.shape)
         place.copy_(local)
         start += _padded_numel(parameter)
-        layout: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-        moved = DTensor.from_local(place, parameter.device_mesh, parameter.placements, run_check=False, **layout)
+        mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+        moved = DTensor.from_local(place, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
         torch.utils.swap_tensors(parameter, nn.Parameter(moved, requires_grad=False))  # wherever the base, or FSDP2, holds it
+    if own_S.is_cuda:
+        torch.cuda.synchronize(own_S.device)  # before others read it
+    return True

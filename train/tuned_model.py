@@ -62,7 +62,7 @@ class TunedModel(HeadedModel):
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
-        return self.base_forward(input_ids, position_ids, document_ids)  # under autocast, as the adapter's float32 asks for
+        return self.base_forward(input_ids, position_ids, document_ids)  # under autocast, which the adapter's float32 asks for
 
     def base_forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         with self.adapter.left_to_autocast() if torch.is_autocast_enabled(input_ids.device.type) else nullcontext():
@@ -74,7 +74,7 @@ class TunedModel(HeadedModel):
     @torch.no_grad()
     def _untouched_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         with self.untouched_base():
-            return super().hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
+            return self.hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
 
     def _base_loss(self, hidden_MD: Tensor, teacher_MD: Tensor | None, positions_R: Tensor, targets_N: Tensor) -> Tensor:
         """Summed over the positions whose next token is a target of slot 1 (positions + 1; slot 1's pairs come first), so

@@ -84,3 +84,17 @@ def test_the_digest_sees_the_odd_bytes_at_the_end() -> None:
     before = weights_digest(model)
     _next_float(model.transformer.odd, 2)  # type: ignore[arg-type,union-attr]
     assert weights_digest(model) != before
+
+
+def test_the_digest_is_that_of_the_values_wherever_they_lie() -> None:
+    """Weights of a sharded base may follow one another at any place in one memory."""
+    model = tiny_model("llama").bfloat16()
+    before = weights_digest(model)
+    memory = torch.zeros(1 + sum(weight.numel() + 1 for weight in model.parameters()), dtype=torch.bfloat16)
+    start = 1
+    for weight in model.parameters():
+        place = memory[start : start + weight.numel()].view(weight.shape)
+        place.copy_(weight)
+        weight.data = place
+        start += weight.numel() + 1
+    assert weights_digest(model) == before

@@ -43,73 +43,86 @@ NUMBERS = itertools.count()  # the same in all processes
 
 
 def plain(
-    folder: Path, num_processes: int, own_lm_head: bool = False, seen: Callable[[nn.Module], Any] = lambda base: None
+    folder: Path, num_processes: int, own_lm_head: bool = False, inspect: Callable[[nn.Module], Any] = lambda headed: None
 ) -> dict[str, Any]:
-    """Two micro-batches a step; gradients are clipped. seen: what is asked of the base before and after."""
+    """Two micro-batches a step; gradients are clipped. inspect: looks at the model before and after."""
     sizes: dict[str, Any] = {"batch_size": ROWS // num_processes // 2, "gradient_accumulation_steps": 2}
     trainer = make_trainer(folder, own_lm_head=own_lm_head, objective="kl", seed_heads=0, max_grad_norm=0.05, num_layers=2, **sizes)
-    shares, seen_before = {name: share(weight) for name, weight in trainer.headed.named_parameters()}, seen(trainer.headed.base)
+    shares, before = {name: share(weight) for name, weight in trainer.headed.named_parameters()}, inspect(trainer.headed)
     trainer.train()
-    return outcome(trainer) | {"shares": shares, "moments": num_moments(trainer), "seen": (seen_before, seen(trainer.headed.base))}
+    return outcome(trainer) | {"shares": shares, "moments": num_moments(trainer), "inspected": (before, inspect(trainer.headed))}
 
 
 def copied(folder: Path, num_processes: int) -> dict[str, Any]:
     """As `plain`, every layer gathered by copies from memory that both processes see."""
     with SharedFiles(folder.parent) as files:
-        found = plain(folder, num_processes, seen=files.are_where_it_lies)
+        found = plain(folder, num_processes, inspect=files.hold_all_shards)
         return found | {"copies": files.gathers_by_copies}
 
 
 def uneven(folder: Path, num_processes: int) -> dict[str, Any]:
-    """Weights of 5 rows and of 1, whose shards are padded for two processes; by copies, and where FSDP2's layout is not as expected."""
-    return {"expected": uneven_layers(folder, num_processes), "reversed": uneven_layers(folder, num_processes, backwards=True)}
+    """Weights of 5 rows and of 1, whose shards are padded for two processes, and copies that one of them cannot make."""
+    kinds = ("well", "another layout", "no room")
+    return {kind: uneven_layers(folder, num_processes, fails="" if PartialState().is_main_process else kind) for kind in kinds}
 
 
-def uneven_layers(folder: Path, num_processes: int, *, backwards: bool = False) -> dict[str, Any]:
+def uneven_layers(folder: Path, num_processes: int, *, fails: str) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).requires_grad_(False)
     inputs = torch.randn(4, 3)
-    wanted, in_order = layers(inputs), peer_shards._own_parameters
+    wanted, in_order, equal = layers(inputs), peer_shards._own_parameters, []
     with SharedFiles(folder.parent) as files:
-        if backwards:
+        if fails == "another layout":
             files.patch.setattr(peer_shards, "_own_parameters", lambda unit: reversed(list(in_order(unit))))
+        files.is_full = fails == "no room"
         if num_processes > 1:
             fully_shard(layers, mesh=init_device_mesh("cpu", (num_processes,)))
-            files.share(Accelerator(cpu=True), layers)
-        return {"equal": [torch.equal(layers(inputs), wanted) for _ in range(2)], "copies": files.gathers_by_copies}
+            peer_shards.share_shards(Accelerator(cpu=True), layers, memory=files)
+        for _ in range(2):
+            equal.append(torch.equal(layers(inputs), wanted))
+            if isinstance(layers, FSDPModule):
+                layers.reshard()
+        return {"equal": equal, "copies": files.gathers_by_copies}
 
 
 class SharedFiles:
     """Within the block shards lie in files that all processes map, as GPUs of one host map each other's memory."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.patch, self.gathers = folder, pytest.MonkeyPatch(), list[PeerGather]()
+        self.folder, self.patch, self.gathers, self.is_full = folder, pytest.MonkeyPatch(), list[PeerGather](), False
 
     def __enter__(self) -> SharedFiles:
         def gather(shards: list[Tensor]) -> PeerGather:
             self.gathers.append(PeerGather(shards))
             return self.gathers[-1]
 
-        self.share = partial(peer_shards.share_shards, share=self.memory)
         self.patch.setattr(peer_shards, "PeerGather", gather)
-        self.patch.setattr("train.sharding.share_shards", self.share)
+        self.patch.setattr("train.sharding.share_shards", partial(peer_shards.share_shards, memory=self))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.patch.undo()
 
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> list[Tensor]:
-        paths = [self.folder / f"shard-{next(NUMBERS)}-{rank}" for rank in range(group.size())]
-        return [torch.from_file(str(path), shared=True, size=numel, dtype=dtype) for path in paths]
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.number = next(NUMBERS)
+        if self.is_full:
+            raise torch.OutOfMemoryError("no room")
+        return self.file(PartialState().process_index, numel, dtype)
 
-    def are_where_it_lies(self, base: nn.Module) -> bool:
+    def exchange(self, own: Tensor, group: ProcessGroup) -> list[Tensor]:
+        return [own if rank == group.rank() else self.file(rank, own.numel(), own.dtype) for rank in range(group.size())]
+
+    def file(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.from_file(str(self.folder / f"shard-{self.number}-{rank}"), shared=True, size=numel, dtype=dtype)
+
+    def hold_all_shards(self, headed: nn.Module) -> bool:
         """Whether every shard of the base, as FSDP2 keeps it too, is in these files and nowhere else."""
         own = {gather.shards[PartialState().process_index].untyped_storage().data_ptr() for gather in self.gathers if gather.shards}
-        groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in base.modules() if isinstance(unit, FSDPModule)]
+        groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in headed.modules() if isinstance(unit, FSDPModule)]
         kept = [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]
         with torch.no_grad():
-            shards = [weight.to_local() for weight in base.parameters() if isinstance(weight, DTensor)]
-        return {shard.untyped_storage().data_ptr() for shard in [*shards, *kept]} <= own
+            shards = [weight.to_local() for weight in headed.parameters() if isinstance(weight, DTensor)]
+        return len(kept) == len(shards) and {shard.untyped_storage().data_ptr() for shard in [*shards, *kept]} == own
 
     @property
     def gathers_by_copies(self) -> list[bool]:
@@ -146,10 +159,12 @@ def validated(folder: Path, num_processes: int) -> dict[str, Any]:
 
 
 def tuned(folder: Path, num_processes: int) -> dict[str, Any]:
-    trainer = medusa2_runs.make_trainer(folder, batch_size=ROWS // num_processes)
-    shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
-    trainer.train()
-    return medusa2_runs.result(trainer) | {"shares": shares}
+    """Gathered by copies, for the backward pass too."""
+    with SharedFiles(folder.parent) as files:
+        trainer = medusa2_runs.make_trainer(folder, batch_size=ROWS // num_processes)
+        shares = {name: share(weight) for name, weight in trainer.headed.named_parameters()}
+        trainer.train()
+        return medusa2_runs.result(trainer) | {"shares": shares, "copies": files.gathers_by_copies}
 
 
 def broken(folder: Path, num_processes: int) -> str:
