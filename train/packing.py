@@ -101,14 +101,14 @@ class PackedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         item: dict[str, Any] = empty_pack(self.pack_length)
         start = 0
-        for number, document in enumerate(self.packs[index], start=1):
-            row = self.documents[document]
-            end = start + len(row["input_ids"])
-            item["input_ids"][start:end] = torch.from_numpy(np.asarray(row["input_ids"], dtype=np.int64))
+        documents = self.documents[self.packs[index]]  # at once: one by one takes four times as long
+        item["row_ids"] = list(documents["id"])
+        for number, (ids, mask) in enumerate(zip(documents["input_ids"], documents["assistant_mask"], strict=True), start=1):
+            end = start + len(ids)
+            item["input_ids"][start:end] = torch.from_numpy(np.array(ids, dtype=np.int64))
             item["position_ids"][start:end] = torch.arange(end - start)
             item["document_ids"][start:end] = number
-            item["num_slots"][start:end] = num_supervised_slots(np.array(row["assistant_mask"]), self.num_heads)
-            item["row_ids"].append(row["id"])
+            item["num_slots"][start:end] = num_supervised_slots(np.array(mask), self.num_heads)
             start = end
         return item
 
