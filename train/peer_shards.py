@@ -132,8 +132,12 @@ def _together(accelerator: Accelerator, attempt: Callable[[], T]) -> T | None:
         problem = error
     if problem is not None:
         print(f"warning: NCCL gathers the base, its shards cannot be shared between GPUs ({problem})", file=sys.stderr)
-    worked = accelerator.reduce(torch.tensor(int(problem is None), device=accelerator.device), reduction="sum")
-    return result if worked == accelerator.num_processes else None
+    return result if _in_all(accelerator, problem is None) else None
+
+
+def _in_all(accelerator: Accelerator, is_so: bool) -> bool:
+    count = accelerator.reduce(torch.tensor(int(is_so), device=accelerator.device), reduction="sum")
+    return bool(count == accelerator.num_processes)
 
 
 def _peers_are_reached(accelerator: Accelerator) -> bool:
@@ -143,7 +147,7 @@ def _peers_are_reached(accelerator: Accelerator) -> bool:
         return False
     peers = [index for index in range(torch.cuda.device_count()) if index != device.index]
     reached = len(peers) >= num_here - 1 and all(torch.cuda.can_device_access_peer(device.index, peer) for peer in peers)
-    return bool(accelerator.reduce(torch.tensor(int(reached), device=device), reduction="sum") == num_here)
+    return _in_all(accelerator, reached)
 
 
 def _can_share(parameters: Sequence[DTensor]) -> bool:

@@ -71,7 +71,6 @@ class TunedModel(HeadedModel):
     def untouched_base(self) -> AbstractContextManager[None]:
         return self.adapter.off()
 
-    @torch.no_grad()
     def _untouched_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         with self.untouched_base():
             return self.hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
