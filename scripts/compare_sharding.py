@@ -40,7 +40,8 @@ from train.history import FILE_NAME, read_history
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 WORKER = "worker"  # the first argument of the processes that this script starts
 PROCESS = "process"  # the file that each of them leaves in the folder of its run, a number behind it
-NUM_TEXTS = 2000
+NUM_TEXTS = 2000  # at least, where texts are random
+MOST_GPUS = 16  # 1, 2, 4, 8 or 16 find as many texts as their steps take: none is short of rows at the end of an epoch
 LOG_EVERY = 20  # as in configs/train: to log, the host waits for the device
 Strategy = Literal["single", "ddp", "fsdp2", "zero2", "zero3"]
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
@@ -85,7 +86,7 @@ class CompareSharding:
         first = self.strategies[0]
         alone = Run(first, 1) if first == "single" else runs[0]
         settings = self.checked_settings()
-        data = self.data or [str(random_text(self.output / "text.jsonl", self.pack_length))]
+        data = self.data or [str(random_text(self.output / "text.jsonl", self.pack_length, multiple_of=MOST_GPUS * self.batch_size))]
         for run in dict.fromkeys([*runs, alone]):
             train(self, run, data)
         found = [report(self.output, run, reference=Run(first, run.num_gpus), alone=alone) for run in runs]
@@ -127,11 +128,11 @@ class Run:
         return self.num_gpus // self.num_processes
 
 
-def random_text(path: Path, pack_length: int) -> Path:
+def random_text(path: Path, pack_length: int, *, multiple_of: int) -> Path:
     """Conversations, each longer than a packed row."""
     chooser = random.Random(0)
     with path.open("w") as file:
-        for index in range(NUM_TEXTS):
+        for index in range(-(-NUM_TEXTS // multiple_of) * multiple_of):
             question, answer = (" ".join(chooser.choices(WORDS, k=count)) for count in (4, pack_length))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"id": f"text-{index}", "messages": messages}) + "\n")
