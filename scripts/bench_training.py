@@ -5,9 +5,9 @@
 
 All run the same heads, AdamW and rows of random tokens, every position supervised, in one process. `online` and `device` take their
 batches from the trainer's own loader, with the base in every step or with its hidden states on the device from the start. The
-straightforward loop computes [K, B, T, V] logits and lets autograd differentiate torch's cross-entropy. `base_forward` is the base alone
-on the same batches, below which no online step can get. `liger`, if asked for, takes Liger-Kernel's fused linear cross-entropy for our
-loss (a GPU, `pip install liger-kernel`); it ranks no targets, which ours does for the accuracies of slots. Prints one JSON line.
+straightforward loop computes K times [B, T, V] logits and lets autograd differentiate torch's cross-entropy. `base_forward` is the base
+alone on the same batches, below which no online step can get. `liger`, if asked for, takes Liger-Kernel's fused linear cross-entropy for
+our loss (a GPU, `pip install liger-kernel`); it ranks no targets, which ours does for the accuracies of slots. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ def all_logits(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Ten
     ids = batch.tensors["input_ids"]
     with torch.no_grad():
         hidden = base_model.forward_hidden(headed.base, ids)
-    states = headed.heads.draft_states(hidden.flatten(0, 1)).unflatten(0, ids.shape)
+    states = headed.heads.draft_states(hidden.flatten(0, 1)).unflatten(0, ids.shape).to(hidden.dtype)  # [B, T, K, D]
     weight_VD, bias_V = base_model.lm_head_parameters(headed.base)
     if headed.draft_vocabulary is not None:  # the tokens are drawn from its first rows
         num_tokens = len(headed.draft_vocabulary)
         weight_VD, bias_V = weight_VD[:num_tokens], None if bias_V is None else bias_V[:num_tokens]
-    logits = base_model.logit_transform(headed.base)(F.linear(states.to(hidden.dtype), weight_VD, bias_V))
-    logits = logits.movedim(2, 0)  # [K, B, T, V]
-    total = logits.new_zeros((), dtype=torch.float32)
+    transform = base_model.logit_transform(headed.base)
+    logits = [transform(F.linear(states_BTD, weight_VD, bias_V)) for states_BTD in states.unbind(2)]  # K times [B, T, V], all at once
+    total = hidden.new_zeros((), dtype=torch.float32)
     for k, logits_BTV in enumerate(logits):
         shift = k + 2
         total = total + F.cross_entropy(logits_BTV[:, :-shift].flatten(0, 1).float(), ids[:, shift:].flatten())
