@@ -82,22 +82,21 @@ def chunk_loss(
     log_sum_C1 = scores_CV.logsumexp(-1, keepdim=True)
     target_C1 = scores_CV.gather(1, targets_C[:, None])
     log_probs_C1 = target_C1 - log_sum_C1
-    ranks_C = (scores_CV > target_C1).sum(-1)
-    hit_CV = torch.arange(scores_CV.shape[1], device=scores_CV.device) == targets_C[:, None]
+    ranks_C = (scores_CV > target_C1).sum(-1, dtype=torch.int32)  # half the time of long on a CPU
     if teacher_logits_CV is None or teacher_transform is None:
         assert not objective.needs_teacher
         losses_C1, overlaps_C1 = -log_probs_C1, torch.zeros_like(log_probs_C1)
-        grad_CV = (scores_CV - log_sum_C1).exp() - hit_CV.float()
+        grad_CV = _less_one_at(targets_C, (scores_CV - log_sum_C1).exp_())
     else:
         teacher_CV = teacher_transform.apply(teacher_logits_CV)
         log_p_CV = teacher_CV - teacher_CV.logsumexp(-1, keepdim=True)
-        losses_C1, overlaps_C1, grad_CV = _against_teacher(objective, log_p_CV, scores_CV - log_sum_C1, log_probs_C1, hit_CV)
+        losses_C1, overlaps_C1, grad_CV = _against_teacher(objective, log_p_CV, scores_CV - log_sum_C1, log_probs_C1, targets_C)
     grad_CV = transform.lead_back(grad_CV, scores_CV).to(logits_CV.dtype)
     return ChunkLoss(losses_C1[:, 0], log_probs_C1[:, 0], ranks_C, overlaps_C1[:, 0], grad_CV)
 
 
 def _against_teacher(
-    objective: Objective, log_p_CV: Tensor, log_q_CV: Tensor, log_probs_C1: Tensor, hit_CV: Tensor
+    objective: Objective, log_p_CV: Tensor, log_q_CV: Tensor, log_probs_C1: Tensor, targets_C: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [C, 1], overlaps [C, 1] and d loss / d scores [C, V]."""
     p_CV, q_CV = log_p_CV.exp(), log_q_CV.exp()
@@ -113,7 +112,14 @@ def _against_teacher(
         return losses_C1, overlaps_C1, lam_C1 * (q_CV - p_CV) + (1 - lam_C1) * tv_grad_CV
     assert objective.name == "ce_l1", objective.name
     losses_C1 = 1.8 * (1 - overlaps_C1) - 0.1 * log_probs_C1  # sum |p - q| = 2 tv
-    return losses_C1, overlaps_C1, 1.8 * tv_grad_CV + 0.1 * (q_CV - hit_CV.float())
+    return losses_C1, overlaps_C1, 1.8 * tv_grad_CV + 0.1 * _less_one_at(targets_C, q_CV)
+
+
+def _less_one_at(targets_C: Tensor, q_CV: Tensor) -> Tensor:
+    """q less the law that is 1 at the target; q is not needed any more."""
+    if torch.compiler.is_compiling():  # fused into the pass over q
+        return q_CV - (torch.arange(q_CV.shape[1], device=q_CV.device) == targets_C[:, None]).float()
+    return q_CV.scatter_add_(1, targets_C[:, None], q_CV.new_full((len(q_CV), 1), -1.0))
 
 
 def _kl(p_CV: Tensor, log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
