@@ -17,8 +17,10 @@ from transformers import PreTrainedModel
 
 from medusa_heads import base_model
 from medusa_heads.heads import MedusaHeads
+from medusa_heads.quantization import quantization_of
 from train.losses import LogitHead, PairLosses, Teacher, chunked_loss
 from train.objectives import Objective, Transform, d_pace_weights
+from train.replayed_forward import ReplayedForward
 
 TOP = (1, 2, 5)
 
@@ -59,6 +61,8 @@ class HeadedModel(nn.Module):
         self.base, self.heads = base, heads
         self.objective, self.d_pace = objective or Objective(), d_pace
         self.transform = Transform(*base_model.logit_scale_and_cap(base))
+        self.replayed = ReplayedForward()
+        self.replays = not quantization_of(base.config)  # on a GPU, a base that is whole there
         self.draft_vocabulary: Tensor | None
         self.draft_index_V: Tensor | None  # place of a token in the draft vocabulary, -1 outside
         if draft_vocabulary is not None and heads.lm_head is None:
@@ -117,7 +121,10 @@ class HeadedModel(nn.Module):
         """
         if hidden_MD is None:
             assert input_ids is not None and position_ids is not None and document_ids is not None
-            hidden_MD = self.hidden_states(input_ids, position_ids, document_ids).flatten(0, 1)
+            inputs = input_ids, position_ids, document_ids
+            replays = self.replays and input_ids.is_cuda
+            hidden_BTD = self.replayed(self.hidden_states, *inputs) if replays else self.hidden_states(*inputs)
+            hidden_MD = hidden_BTD.flatten(0, 1)
         return self.heads_output(hidden_MD, positions, pair_position, pair_slot, targets, slot_weights)
 
     def heads_output(

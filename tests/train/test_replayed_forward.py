@@ -1,0 +1,102 @@
+"""A forward replayed for shapes that come again; graphs are played by calling it once more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from medusa_heads.config import HeadsConfig
+from medusa_heads.heads import create_heads
+from tests.tiny_models import tiny_model
+from train.headed_model import HeadedModel
+from train.replayed_forward import MOST_GRAPHS, SEEN_BEFORE, Forward, Graph, ReplayedForward
+
+
+def doubled_sum(a: Tensor, b: Tensor) -> Tensor:
+    return 2 * (a + b)
+
+
+def capture(forward: Forward, inputs: list[Tensor]) -> Graph:
+    result = forward(*inputs)
+
+    def replay() -> None:
+        result.copy_(forward(*inputs))
+
+    return Graph(inputs, result, replay)
+
+
+def test_every_call_gives_the_result_of_its_own_inputs() -> None:
+    replayed = ReplayedForward(capture=capture)
+    for number in range(3 * SEEN_BEFORE):
+        for length in (2, 3):
+            inputs = torch.full((length,), float(number)), torch.arange(float(length))
+            assert torch.equal(replayed(doubled_sum, *inputs), doubled_sum(*inputs))
+    assert len(replayed.graphs) == 2
+
+
+def captured_lengths(lengths: list[int]) -> list[int]:
+    """Of calls with inputs of these lengths, in the order in which they were captured."""
+    captured: list[int] = []
+
+    def noted(forward: Forward, inputs: list[Tensor]) -> Graph:
+        captured.append(len(inputs[0]))
+        return capture(forward, inputs)
+
+    replayed = ReplayedForward(capture=noted)
+    for length in lengths:
+        replayed(doubled_sum, torch.ones(length), torch.ones(length))
+    return captured
+
+
+def test_a_short_batch_at_the_end_of_every_epoch_is_not_captured() -> None:
+    assert captured_lengths(10 * [8, 8, 8, 8, 3]) == [8]
+
+
+def test_no_more_than_a_few_shapes_are_captured() -> None:
+    lengths = [length for length in range(1, MOST_GRAPHS + 3) for _ in range(4**length)]  # each then is most of all calls so far
+    assert captured_lengths(lengths) == list(range(1, MOST_GRAPHS + 1))
+
+
+def test_what_cannot_be_captured_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(forward: Forward, inputs: list[Tensor]) -> Graph:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    replayed = ReplayedForward(capture=fails)
+    for number in range(3 * SEEN_BEFORE):
+        assert replayed(doubled_sum, torch.tensor([1.0]), torch.tensor([float(number)])).item() == 2 + 2 * number
+    assert capsys.readouterr().err.count("the base runs without a CUDA graph") == 1
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+def test_graphs_of_a_base_change_nothing() -> None:
+    base = tiny_model("llama").to("cuda")  # type: ignore[arg-type]
+    headed, generator = HeadedModel(base, create_heads(HeadsConfig(num_heads=2), base)), torch.Generator().manual_seed(0)
+    for number in range(6 * SEEN_BEFORE):
+        length = (64, 128)[number % 2]
+        ids = torch.randint(0, 256, (3, length), generator=generator).cuda()
+        positions = torch.arange(length, device="cuda").expand(3, -1).contiguous()
+        documents = 1 + (positions > 5 + number).long()
+        found = headed.replayed(headed.hidden_states, ids, positions, documents)
+        assert torch.equal(found, headed.hidden_states(ids, positions, documents))
+    assert len(headed.replayed.graphs) == 2
+
+
+def waits(a: Tensor) -> Tensor:
+    return a * a.sum().item()
+
+
+def takes_a_fifth(a: Tensor) -> Tensor:
+    return torch.zeros(torch.cuda.mem_get_info()[0] // 5, dtype=torch.uint8, device="cuda")[:1] + a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("forward", "reason"), [(waits, "synchronizing"), (takes_a_fifth, "it keeps")])
+def test_a_forward_that_no_graph_can_stand_for_runs_as_it_is(forward: Forward, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    replayed = ReplayedForward()
+    for _ in range(3 * SEEN_BEFORE):
+        assert torch.equal(replayed(forward, a := torch.rand(2, device="cuda")), forward(a))
+    assert not replayed.graphs and reason in capsys.readouterr().err
