@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from medusa_heads.arguments import OPTIONAL
 from train.row_shapes import DataFormat
 
+MOST_EPOCHS, MOST_TOKENS = 10**6, 2**24  # beyond any use, and short of what counters and memory can hold
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -87,7 +89,9 @@ class RunConfig:
         require(self.data, "data", "name at least one JSONL file")
         for name in ("epochs", "batch_size", "gradient_accumulation_steps", "save_every", "keep_checkpoints", "log_every", "max_length"):
             require(getattr(self, name) > 0, name, "must be above 0")
+        require(self.epochs <= MOST_EPOCHS, "epochs", f"must be at most {MOST_EPOCHS:,}")
         require(self.pack_length >= self.max_length, "pack_length", f"{self.pack_length} is below max_length {self.max_length}")
+        require(self.pack_length <= MOST_TOKENS, "pack_length", f"must be at most {MOST_TOKENS:,}")
         for name in ("max_steps", "limit"):
             require(getattr(self, name) is None or getattr(self, name) > 0, name, "must be above 0")
         require(0 <= self.warmup_ratio < 1, "warmup_ratio", "must lie in [0, 1)")

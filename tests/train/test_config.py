@@ -137,6 +137,8 @@ def test_a_missing_file_is_refused() -> None:
         *(("max_grad_norm", 0.0), ("max_grad_norm", -1.0), ("lk_eta", -1.0), ("weight_decay", -0.1), ("num_workers", -1), ("limit", 0)),
         *(("seed", -1), ("seed", 2**32), ("draft_vocab_size", 1), ("slot_decay", 1e-300), ("num_heads", 10**12)),
         *((name, value) for name in ("epochs", "learning_rate", "lora_alpha", "lk_eta") for value in (math.nan, math.inf)),
+        ("epochs", 1e308),
+        ("pack_length", 10**12),
     ],
 )
 def test_impossible_values_name_their_option(name: str, value: float) -> None:
