@@ -6,8 +6,10 @@
 All run the same heads, AdamW and rows of random tokens, every position supervised, in one process. `online` and `device` take their
 batches from the trainer's own loader, with the base in every step or with its hidden states on the device from the start. The
 straightforward loop computes K times [B, T, V] logits and lets autograd differentiate torch's cross-entropy. `base_forward` is the base
-alone on the same batches, below which no online step can get. `liger`, if asked for, takes Liger-Kernel's fused linear cross-entropy for
-our loss (a GPU, `pip install liger-kernel`); it ranks no targets, which ours does for the accuracies of slots. Prints one JSON line.
+alone on the same batches, below which no online step can get. On a GPU these two launch the base as one CUDA graph, as training does, and
+the other loops kernel by kernel, which costs them nothing while rows are many. `liger`, if asked for, takes Liger-Kernel's fused linear
+cross-entropy for our loss (a GPU, `pip install liger-kernel`); it ranks no targets, which ours does for the accuracies of slots. Prints
+one JSON line.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from medusa_heads.cli import run_command
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
 from medusa_heads.versions import commit, versions
+from train import replayed_forward
 from train.batch import TrainBatch
 from train.config import TrainConfig
 from train.headed_model import HeadedModel
@@ -135,7 +138,7 @@ class BenchTraining:
         optimizer = torch.optim.AdamW(headed.heads.parameters(), lr=1e-4, fused=on_gpu)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        start, loss = 0.0, torch.zeros(())
+        start, loss, kept_before = 0.0, torch.zeros(()), replayed_forward.bytes_kept
         weights_K = torch.zeros(self.num_heads, device=device)
         with warnings.catch_warnings(record=True) as waits:
             for index, (batch,) in enumerate(batches):
@@ -155,7 +158,8 @@ class BenchTraining:
                 torch.cuda.set_sync_debug_mode("default")
         _wait(device)
         seconds = (time.perf_counter() - start) / self.steps
-        peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        kept = replayed_forward.bytes_kept - kept_before
+        peak = torch.cuda.max_memory_allocated() + kept if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "seconds_per_step": seconds,
             "tokens_per_second": self.rows * self.length / seconds,
@@ -171,7 +175,7 @@ def ours(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
 
 def base_forward(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:
     inputs = (batch.tensors[name] for name in ("input_ids", "position_ids", "document_ids"))
-    return headed.hidden_states(*inputs).sum()
+    return headed.step_states(*inputs).sum()
 
 
 def all_logits(headed: HeadedModel, batch: TrainBatch, weights_K: Tensor) -> Tensor:

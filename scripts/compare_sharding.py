@@ -41,7 +41,7 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 WORKER = "worker"  # the first argument of the processes that this script starts
 PROCESS = "process"  # the file that each of them leaves in the folder of its run, a number behind it
 NUM_TEXTS = 2000  # at least, where texts are random
-MOST_GPUS = 16  # 1, 2, 4, 8 or 16 find as many texts as their steps take: none is short of rows at the end of an epoch
+MOST_GPUS = 16  # the texts of an epoch fill the steps of 1, 2, 4, 8 or 16
 LOG_EVERY = 20  # as in configs/train: to log, the host waits for the device
 Strategy = Literal["single", "ddp", "fsdp2", "zero2", "zero3"]
 ZERO_STAGES = {"zero2": 2, "zero3": 3}
@@ -189,14 +189,14 @@ def work(path: str, *arguments: str) -> None:
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
 
-    from train import peer_shards
+    from train import peer_shards, replayed_forward
     from train.__main__ import run
     from train.config import parse_config
 
     run(parse_config(list(arguments)))
     on_gpu = torch.cuda.is_available()
     most = (
-        torch.cuda.max_memory_allocated() + peer_shards.bytes_shared
+        torch.cuda.max_memory_allocated() + peer_shards.bytes_shared + replayed_forward.bytes_kept
         if on_gpu
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )

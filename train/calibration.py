@@ -19,9 +19,11 @@ from medusa_heads.config import HeadsConfig
 from medusa_heads.cost_twin import twin_7b_config, twin_config
 from medusa_heads.heads import create_heads
 from medusa_heads.quantization import quantization_of
+from train import replayed_forward
 from train.batch import TrainBatch
 from train.headed_model import HeadedModel
 from train.objectives import Objective
+from train.replayed_forward import SEEN_BEFORE
 
 DEPTHS = (2, 6)
 WARM_UP_STEPS = 2
@@ -141,7 +143,7 @@ def measure_steps(headed: HeadedModel, batches: Sequence[TrainBatch], device: to
     """Steps as the trainer makes them, one micro-batch each."""
     on_gpu, half = device.type == "cuda", headed.base.dtype != torch.float32
     optimizer = torch.optim.AdamW(headed.heads.parameters(), lr=0.0, fused=on_gpu)
-    before = 0
+    before, kept_before = 0, replayed_forward.bytes_kept
 
     def step(batch: TrainBatch) -> None:
         weights_K = 1 / batch.slot_counts.clamp(min=1).to(device)
@@ -161,16 +163,17 @@ def measure_steps(headed: HeadedModel, batches: Sequence[TrainBatch], device: to
     if not on_gpu:
         return Calibration(seconds, None)
     gradients = sum(weight.nbytes for weight in headed.heads.parameters())
-    return Calibration(seconds, max(0, torch.cuda.max_memory_allocated(device) - before - gradients))
+    kept = replayed_forward.bytes_kept - kept_before
+    return Calibration(seconds, max(0, torch.cuda.max_memory_allocated(device) - before - gradients) + kept)
 
 
 def mean_seconds(
     work: Callable[[TrainBatch], None], batches: Sequence[TrainBatch], base: PreTrainedModel, *, warmed_up: Callable[[], None] | None = None
 ) -> float:
-    """Over the batches after the first WARM_UP_STEPS. A GPU meets all of them once before: kernels are chosen and memory is
-    set aside anew for every shape, which took longer than the steps themselves."""
+    """Over the batches after the first WARM_UP_STEPS. A GPU meets all of them before, until their forwards are graphs: kernels are chosen
+    and memory is set aside anew for every shape, which took longer than the steps themselves."""
     assert len(batches) > WARM_UP_STEPS
-    for batch in batches if base.device.type == "cuda" else batches[:WARM_UP_STEPS]:
+    for batch in [*batches] * (SEEN_BEFORE + 1) if base.device.type == "cuda" else batches[:WARM_UP_STEPS]:
         work(batch)
     base_model.synchronize(base)
     if warmed_up:

@@ -153,14 +153,16 @@ def activation_bytes(base: BaseSize, heads: HeadsSize, batch: BatchSize, *, devi
 
 def chunk_bytes(heads: HeadsSize, num_pairs: int, value_size: int, device_type: str) -> int:
     """What one chunk of logits takes: the logits, their gradient, the teacher's logits; on a CPU, where nothing is fused,
-    float32 arrays of the same shape besides; and the gradient of the chunk before."""
+    float32 arrays of the same shape besides (without a teacher, and in float32, the gradient is all); and the gradient of the chunk before.
+    """
     if heads.own_lm_head:
         num_pairs = -(-num_pairs // heads.num_heads)  # slot by slot
     room = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
     rows = min(num_pairs, max(16, room // (4 * heads.draft_vocab_size * (2 if heads.has_teacher else 1))))
     copies = (3 if heads.has_teacher else 2) * value_size
     if device_type != "cuda":
-        copies = (2 * value_size + 6 * MASTER_BYTES + 3) if heads.has_teacher else (value_size + 3 * MASTER_BYTES + 3)
+        alone = 2 * (value_size + MASTER_BYTES) if value_size < MASTER_BYTES else value_size + MASTER_BYTES
+        copies = 2 * value_size + 6 * MASTER_BYTES + 3 if heads.has_teacher else alone
     if rows < num_pairs:
         copies += value_size
     return rows * heads.draft_vocab_size * copies

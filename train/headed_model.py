@@ -62,7 +62,7 @@ class HeadedModel(nn.Module):
         self.objective, self.d_pace = objective or Objective(), d_pace
         self.transform = Transform(*base_model.logit_scale_and_cap(base))
         self.replayed = ReplayedForward()
-        self.replays = not quantization_of(base.config)  # on a GPU, a base that is whole there
+        self.replays = base.device.type == "cuda" and not quantization_of(base.config)  # whose kernels may wait for the host
         self.draft_vocabulary: Tensor | None
         self.draft_index_V: Tensor | None  # place of a token in the draft vocabulary, -1 outside
         if draft_vocabulary is not None and heads.lm_head is None:
@@ -95,6 +95,11 @@ class HeadedModel(nn.Module):
         with torch.autocast(input_ids.device.type, enabled=False):  # in half it would run what the base runs in float32, as routers
             return self.base_forward(input_ids, position_ids, document_ids)
 
+    def step_states(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
+        """`hidden_states` as a training step takes them: a CUDA graph's, where there is one, which the next call overwrites."""
+        inputs = input_ids, position_ids, document_ids
+        return self.replayed(self.hidden_states, *inputs) if self.replays else self.hidden_states(*inputs)
+
     def base_forward(self, input_ids: Tensor, position_ids: Tensor, document_ids: Tensor) -> Tensor:
         """`hidden_states` through which gradients flow into whatever trains in the base."""
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -121,10 +126,7 @@ class HeadedModel(nn.Module):
         """
         if hidden_MD is None:
             assert input_ids is not None and position_ids is not None and document_ids is not None
-            inputs = input_ids, position_ids, document_ids
-            replays = self.replays and input_ids.is_cuda
-            hidden_BTD = self.replayed(self.hidden_states, *inputs) if replays else self.hidden_states(*inputs)
-            hidden_MD = hidden_BTD.flatten(0, 1)
+            hidden_MD = self.step_states(input_ids, position_ids, document_ids).flatten(0, 1)
         return self.heads_output(hidden_MD, positions, pair_position, pair_slot, targets, slot_weights)
 
     def heads_output(

@@ -17,8 +17,9 @@ from torch import Tensor
 
 Forward = Callable[..., Tensor]
 SEEN_BEFORE = 2  # times that shapes have come before they are captured
-MOST_GRAPHS = 4  # each keeps the memory that its forward takes
-MOST_OF_FREE_MEMORY = 0.1  # that a graph may keep
+MOST_GRAPHS = 4
+MOST_OF_SPARE_MEMORY = 0.1  # may be kept by a graph
+bytes_kept = 0  # by the graphs that this process has made: the memory of their forwards, which nothing else can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,18 @@ class ReplayedForward:
 
 
 def capture_graph(forward: Forward, inputs: list[Tensor]) -> Graph:
-    """Other threads, a loader's or NCCL's, may go on with what they do on the device.
+    """Other threads, a loader's or NCCL's, may go on with what they do on the device, but for waiting for it through torch.
 
     Raises RuntimeError for a forward that waits for the device, which is seen before a capture breaks at it, and for one that would keep
-    more memory than there is to spare.
+    more memory than there is to spare beside steps like those before.
     """
-    device, mode = inputs[0].device, torch.cuda.get_sync_debug_mode()
+    with torch.cuda.device(inputs[0].device):
+        return _captured(forward, inputs)
+
+
+def _captured(forward: Forward, inputs: list[Tensor]) -> Graph:
+    global bytes_kept
+    mode, of_a_step = torch.cuda.get_sync_debug_mode(), torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     with warnings.catch_warnings(action="ignore"):  # that not every wait is seen
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -79,11 +86,12 @@ def capture_graph(forward: Forward, inputs: list[Tensor]) -> Graph:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     torch.cuda.empty_cache()
-    before, graph = torch.cuda.memory_reserved(device), torch.cuda.CUDAGraph()
+    before, graph = torch.cuda.memory_reserved(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = forward(*inputs)
-    kept = torch.cuda.memory_reserved(device) - before
-    free = torch.cuda.mem_get_info(device)[0]
-    if kept > MOST_OF_FREE_MEMORY * (free + kept):
-        raise RuntimeError(f"it keeps {kept / 1e9:.2f} GB where {(free + kept) / 1e9:.2f} are free")
+    kept = torch.cuda.memory_reserved() - before
+    spare = torch.cuda.mem_get_info()[0] + kept - of_a_step
+    if kept > MOST_OF_SPARE_MEMORY * spare:
+        raise RuntimeError(f"it keeps {kept / 1e9:.2f} GB where {spare / 1e9:.2f} are to spare")
+    bytes_kept += kept
     return Graph(inputs, result, graph.replay)

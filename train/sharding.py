@@ -81,7 +81,8 @@ def share_out(accelerator: Accelerator, model: HeadedModel, *, batch_size: int, 
     and FSDP2 passes over it. To be called before the optimizer is made. Raises ValueError for a quantised base."""
     if is_sharded(accelerator) and quantization_of(model.base.config):
         raise ValueError("base: it is quantised, and packed weights cannot be sharded; launch with configs/accelerate/ddp.yaml")
-    model.replays &= not is_sharded(accelerator)
+    if is_fsdp(accelerator) or zero.stage(accelerator):
+        model.replays = False  # layers are gathered within the forward, or weights belong to an engine
     if zero.stage(accelerator):
         zero.share_out(accelerator, model, batch_size=batch_size, max_grad_norm=max_grad_norm)
     if not is_fsdp(accelerator):

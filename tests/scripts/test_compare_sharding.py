@@ -16,7 +16,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import save_file
 
 from scripts import compare_sharding
-from scripts.compare_sharding import WORKER, CompareSharding, Run, launch_on_cpus, report, speed
+from scripts.compare_sharding import MOST_GPUS, NUM_TEXTS, WORKER, CompareSharding, Run, launch_on_cpus, random_text, report, speed
 from tests.train.test_main import workspace  # noqa: F401
 from train.sharding import check_settings
 
@@ -52,6 +52,12 @@ def test_runs_are_compared(
         CompareSharding(output=workspace / "other", **given).run()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert not found["agree"] and found["runs"][1]["largest_weight_difference"] > 0.01
+
+
+@pytest.mark.parametrize("batch_size", [2, 24, 200])
+def test_random_texts_fill_every_step(tmp_path: Path, batch_size: int) -> None:
+    texts = len(random_text(tmp_path / "text.jsonl", 8, multiple_of=MOST_GPUS * batch_size).read_text().splitlines())
+    assert texts >= NUM_TEXTS and all(texts % (batch_size * num_gpus) == 0 for num_gpus in (1, 2, 4, 8, 16))
 
 
 def test_goes_on_with_the_run_that_failed(

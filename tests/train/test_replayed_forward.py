@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
 from medusa_heads.heads import create_heads
 from tests.tiny_models import tiny_model
+from tests.train import test_estimate
 from train.headed_model import HeadedModel
 from train.replayed_forward import MOST_GRAPHS, SEEN_BEFORE, Forward, Graph, ReplayedForward
+from train.sharding import share_out
 
 
 def doubled_sum(a: Tensor, b: Tensor) -> Tensor:
@@ -66,6 +72,42 @@ def test_what_cannot_be_captured_runs_as_it_is(capsys: pytest.CaptureFixture[str
     for number in range(3 * SEEN_BEFORE):
         assert replayed(doubled_sum, torch.tensor([1.0]), torch.tensor([float(number)])).item() == 2 + 2 * number
     assert capsys.readouterr().err.count("the base runs without a CUDA graph") == 1
+
+
+@pytest.mark.parametrize("own_lm_head", [False, True])
+def test_steps_from_graphs_have_the_gradients_of_steps_without(own_lm_head: bool) -> None:
+    """Two micro-batches a step; the states of the first are overwritten by those of the second."""
+    heads = HeadsConfig(num_heads=3, num_layers=2, own_lm_head=own_lm_head)
+    model, _, _ = test_estimate.headed(heads=heads, objective="kl")
+    model.replayed = ReplayedForward(capture=capture)
+    for _ in range(SEEN_BEFORE):
+        found = []
+        batches = [test_estimate.full_batch(2, 32, 3, 500) for _ in range(2)]
+        for model.replays in (True, False):
+            model.zero_grad()
+            for batch in batches:
+                model(**batch.tensors, slot_weights=torch.ones(3)).loss.backward()
+            found.append([weight.grad for weight in model.heads.parameters()])
+        assert all(torch.equal(replayed, plain) for replayed, plain in zip(*found, strict=True))
+    assert len(model.replayed.graphs) == 1
+
+
+def test_only_a_whole_base_on_a_gpu_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny_model("llama")
+    heads = create_heads(HeadsConfig(num_heads=2), base)
+    assert not HeadedModel(base, heads).replays
+    monkeypatch.setattr(type(base), "device", property(lambda self: torch.device("cuda")))
+    model = HeadedModel(base, heads)
+    kinds = {DistributedType.NO: True, DistributedType.MULTI_GPU: True, DistributedType.FSDP: False, DistributedType.DEEPSPEED: False}
+    monkeypatch.setattr("train.zero.share_out", lambda *arguments, **options: None)
+    for kind, expected in kinds.items():
+        model.replays = True
+        state = SimpleNamespace(fsdp_plugin=SimpleNamespace(), deepspeed_plugin=SimpleNamespace(zero_stage=2))
+        accelerator: Any = SimpleNamespace(distributed_type=kind, device=torch.device("cpu"), state=state)
+        share_out(accelerator, model, batch_size=1, max_grad_norm=1.0)
+        assert model.replays is expected, kind
+    base.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    assert not HeadedModel(base, heads).replays
 
 
 # ---------------------------------------------------------------- on a GPU
