@@ -7,6 +7,8 @@ import random
 import re
 import time
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Never
 from urllib.parse import urlsplit
 
@@ -107,7 +109,7 @@ class ChatServer:
 
     def _attempt(self, body: dict[str, Any]) -> ServedAnswer:
         try:
-            response = self.session.post(self.url + ENDPOINT, json=body, timeout=(CONNECT_TIMEOUT, self.timeout))
+            response = self._request("POST", ENDPOINT, self.timeout, json=body)
         except requests.Timeout:
             raise _TryAgain(f"no answer within {self.timeout:g} seconds") from None
         except (requests.RequestException, ValueError) as error:  # refused, reset, a body that breaks off, a redirection to nowhere
@@ -119,6 +121,26 @@ class ChatServer:
         except ValueError as error:
             raise _TryAgain(f"garbage: broken JSON ({_short(str(error))})") from None
         return parse_answer(reply, num_tokens=self.num_tokens)
+
+    def _request(self, method: str, path: str, timeout: float, **body: Any) -> requests.Response:
+        """Raises requests.Timeout when the reply is not whole in time. What requests takes as its time is that of every single wait, which
+        a server that sends a byte now and then would never let pass: it goes on in a thread that nobody waits for."""
+        outcome: SimpleQueue[requests.Response | Exception] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                outcome.put(self.session.request(method, self.url + path, timeout=(CONNECT_TIMEOUT, timeout), **body))
+            except Exception as error:
+                outcome.put(error)
+
+        Thread(target=ask, daemon=True).start()
+        try:
+            found = outcome.get(timeout=CONNECT_TIMEOUT + timeout)
+        except Empty:
+            raise requests.Timeout(f"no whole reply within {CONNECT_TIMEOUT + timeout:g} seconds") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def _refused(self, response: requests.Response, body: dict[str, Any]) -> Never:
         status, text = response.status_code, _short(response.text)
@@ -137,7 +159,7 @@ class ChatServer:
     def _check_model(self) -> None:
         """Asks which models there are; a server that does not list them is trusted."""
         try:
-            response = self.session.get(self.url + "/models", timeout=CONNECT_TIMEOUT)
+            response = self._request("GET", "/models", CONNECT_TIMEOUT)
         except requests.RequestException as error:
             reason = _reason(error)
             raise ValueError(f"--server {self.url} cannot be reached ({reason}): start it, or correct the address") from None

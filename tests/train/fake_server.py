@@ -16,13 +16,15 @@ Body = dict[str, Any]
 
 @dataclass
 class Reply:
-    """data: JSON, or raw bytes. cut: bytes missing at the end although the header announces them; drop: hang up without a word."""
+    """data: JSON, or raw bytes. cut: bytes missing at the end although the header announces them; drop: hang up without a word; drip:
+    seconds before every byte."""
 
     data: Any
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     cut: int = 0
     drop: bool = False
+    drip: float = 0.0
 
 
 @dataclass
@@ -50,7 +52,7 @@ def completion(text: Any, *, finish_reason: Any = "stop", prompt_ids: Any = None
 
 @contextmanager
 def serving(respond: Callable[[Body, int], Reply], *, models: Any = None) -> Iterator[FakeServer]:
-    server = FakeServer(respond, models)
+    server, over = FakeServer(respond, models), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -73,6 +75,9 @@ def serving(respond: Callable[[Body, int], Reply], *, models: Any = None) -> Ite
             for name, value in (reply.headers | {"Content-Length": str(len(data))}).items():
                 self.send_header(name, value)
             self.end_headers()
+            while reply.drip and data and not over.wait(reply.drip):
+                self.wfile.write(data[:1])
+                data = data[1:]
             self.wfile.write(data[: len(data) - reply.cut])
             self.close_connection = reply.cut > 0
 
@@ -92,5 +97,6 @@ def serving(respond: Callable[[Body, int], Reply], *, models: Any = None) -> Ite
         try:
             yield server
         finally:
+            over.set()
             http.shutdown()
             thread.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,12 @@ def test_a_server_that_says_nothing_times_out() -> None:
         fake.requests.clear()
         with pytest.raises(Unanswered, match=r"no answer within 0\.1 seconds \(1 attempts\)"):
             ask(client(fake.url, timeout=0.1, attempts=1))
+
+
+def test_a_server_that_sends_a_byte_now_and_then_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.server.CONNECT_TIMEOUT", 0.2)
+    with serving(lambda body, before: replace(GOOD, drip=0.0 if before else 0.1)) as fake:
+        assert ask(client(fake.url, timeout=0.3)).text == "Hello" and len(fake.requests) == 2
 
 
 def test_waiting_grows_and_heeds_retry_after(monkeypatch: pytest.MonkeyPatch) -> None:
