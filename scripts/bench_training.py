@@ -6,8 +6,8 @@
 All run the same heads, AdamW and rows of random tokens, every position supervised, in one process. `online` and `device` take their
 batches from the trainer's own loader, with the base in every step or with its hidden states on the device from the start. The
 straightforward loop computes K times [B, T, V] logits and lets autograd differentiate torch's cross-entropy. `base_forward` is the base
-alone on the same batches, below which no online step can get. On a GPU these two launch the base as one CUDA graph, as training does, and
-the other loops kernel by kernel, which costs them nothing while rows are many. `liger`, if asked for, takes Liger-Kernel's fused linear
+alone on the same batches, below which no online step can get. On a GPU `online` and it launch the base as one CUDA graph, as training does,
+and the other loops kernel by kernel, which costs them nothing while rows are many. `liger`, if asked for, takes Liger-Kernel's fused linear
 cross-entropy for our loss (a GPU, `pip install liger-kernel`); it ranks no targets, which ours does for the accuracies of slots. Prints
 one JSON line.
 """
