@@ -34,8 +34,7 @@ class Graph:
 class ReplayedForward:
     """One forward, replayed for shapes of its inputs that come again and again; where it cannot be captured it runs as it is."""
 
-    def __init__(self, *, capture: Callable[[Forward, list[Tensor]], Graph] | None = None) -> None:
-        self.capture = capture or capture_graph
+    def __init__(self) -> None:
         self.times_seen: Counter[tuple[torch.Size, ...]] = Counter()
         self.graphs: dict[tuple[torch.Size, ...], Graph] = {}
         self.can_capture = True
@@ -47,7 +46,7 @@ class ReplayedForward:
         self.times_seen[shapes] += 1
         if shapes not in self.graphs and self.can_capture and self._is_frequent(shapes):
             try:
-                self.graphs[shapes] = self.capture(forward, [tensor.clone() for tensor in inputs])
+                self.graphs[shapes] = capture_graph(forward, [tensor.clone() for tensor in inputs])
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 print(f"warning: the base runs without a CUDA graph, it cannot be captured ({reason})", file=sys.stderr)

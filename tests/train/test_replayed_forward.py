@@ -1,4 +1,4 @@
-"""A forward replayed for shapes that come again; graphs are played by calling it once more."""
+"""A forward replayed for shapes that come again; without a GPU, graphs are played by calling it once more."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from train.headed_model import HeadedModel
 from train.replayed_forward import MOST_GRAPHS, SEEN_BEFORE, Forward, Graph, ReplayedForward
 from train.sharding import share_out
 
+CAPTURE = "train.replayed_forward.capture_graph"
+
 
 def doubled_sum(a: Tensor, b: Tensor) -> Tensor:
     return 2 * (a + b)
 
 
-def capture(forward: Forward, inputs: list[Tensor]) -> Graph:
+def played(forward: Forward, inputs: list[Tensor]) -> Graph:
     result = forward(*inputs)
 
     def replay() -> None:
@@ -32,8 +34,9 @@ def capture(forward: Forward, inputs: list[Tensor]) -> Graph:
     return Graph(inputs, result, replay)
 
 
-def test_every_call_gives_the_result_of_its_own_inputs() -> None:
-    replayed = ReplayedForward(capture=capture)
+def test_every_call_gives_the_result_of_its_own_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CAPTURE, played)
+    replayed = ReplayedForward()
     for number in range(3 * SEEN_BEFORE):
         for length in (2, 3):
             inputs = torch.full((length,), float(number)), torch.arange(float(length))
@@ -41,45 +44,47 @@ def test_every_call_gives_the_result_of_its_own_inputs() -> None:
     assert len(replayed.graphs) == 2
 
 
-def captured_lengths(lengths: list[int]) -> list[int]:
+def captured_lengths(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of calls with inputs of these lengths, in the order in which they were captured."""
     captured: list[int] = []
 
     def noted(forward: Forward, inputs: list[Tensor]) -> Graph:
         captured.append(len(inputs[0]))
-        return capture(forward, inputs)
+        return played(forward, inputs)
 
-    replayed = ReplayedForward(capture=noted)
+    monkeypatch.setattr(CAPTURE, noted)
+    replayed = ReplayedForward()
     for length in lengths:
         replayed(doubled_sum, torch.ones(length), torch.ones(length))
     return captured
 
 
-def test_a_short_batch_at_the_end_of_every_epoch_is_not_captured() -> None:
-    assert captured_lengths(10 * [8, 8, 8, 8, 3]) == [8]
+def test_a_short_batch_at_the_end_of_every_epoch_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert captured_lengths(10 * [8, 8, 8, 8, 3], monkeypatch) == [8]
 
 
-def test_no_more_than_a_few_shapes_are_captured() -> None:
+def test_no_more_than_a_few_shapes_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [length for length in range(1, MOST_GRAPHS + 3) for _ in range(4**length)]  # each then is most of all calls so far
-    assert captured_lengths(lengths) == list(range(1, MOST_GRAPHS + 1))
+    assert captured_lengths(lengths, monkeypatch) == list(range(1, MOST_GRAPHS + 1))
 
 
-def test_what_cannot_be_captured_runs_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_captured_runs_as_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(forward: Forward, inputs: list[Tensor]) -> Graph:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    replayed = ReplayedForward(capture=fails)
+    monkeypatch.setattr(CAPTURE, fails)
+    replayed = ReplayedForward()
     for number in range(3 * SEEN_BEFORE):
         assert replayed(doubled_sum, torch.tensor([1.0]), torch.tensor([float(number)])).item() == 2 + 2 * number
     assert capsys.readouterr().err.count("the base runs without a CUDA graph") == 1
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
-def test_steps_from_graphs_have_the_gradients_of_steps_without(own_lm_head: bool) -> None:
+def test_steps_from_graphs_have_the_gradients_of_steps_without(own_lm_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two micro-batches a step; the states of the first are overwritten by those of the second."""
     heads = HeadsConfig(num_heads=3, num_layers=2, own_lm_head=own_lm_head)
     model, _, _ = test_estimate.headed(heads=heads, objective="kl")
-    model.replayed = ReplayedForward(capture=capture)
+    monkeypatch.setattr(CAPTURE, played)
     for _ in range(SEEN_BEFORE):
         found = []
         batches = [test_estimate.full_batch(2, 32, 3, 500) for _ in range(2)]
